@@ -1,0 +1,19 @@
+"""castiron compiles a language model ahead of time into one engine file and serves it."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from castiron.runtime.sampling_params import SamplingParams
+    from castiron.server.llm import LLM
+
+__version__ = "0.1.0"
+__all__ = ["LLM", "SamplingParams", "__version__"]
+
+_LAZY = {"LLM": "castiron.server.llm", "SamplingParams": "castiron.runtime.sampling_params"}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return getattr(import_module(_LAZY[name]), name)
+    raise AttributeError(f"module 'castiron' has no attribute {name!r}")

@@ -1,0 +1,274 @@
+"""CPU kernels as data: which op and scheme each one computes, and how its parameter struct is filled.
+
+A parameter is "name:type:binding", in the order of the struct in abi.h. Types: p (address, 8 bytes),
+l (int64), i (int32), f (float32). Bindings:
+    inN.ptr / outN.ptr      address of the node's N-th input / output (inN.ptr? = 0 when absent)
+    inN.stride0             elements between rows (dim 0) of its view
+    inN.dimD                size of dim D, a known integer
+    inN.count               which live count (Count in abi.h) dim 0 is
+    attr.NAME               the node's attribute
+    zero                    padding
+`scheme` of a template spec is the weight's, `cache_dtype` the cache's; a kernel's name is
+"op", "op.scheme" or "op.cache_dtype".
+"""
+
+from dataclasses import dataclass
+
+from castiron.models.schemes import DENSE_SCHEMES, QUANTIZED_SCHEMES
+
+TYPE_CODES = {"p": "Q", "l": "q", "i": "i", "f": "f"}  # struct module codes
+CACHE_DTYPES = ("f32", "f16")
+Q8_GROUP = 32  # activations sharing a scale in the *_q8 kernels
+
+
+@dataclass(frozen=True)
+class Parameter:
+    name: str
+    type: str  # key of TYPE_CODES
+    binding: str
+
+
+@dataclass(frozen=True)
+class KernelSpec:
+    """One kernel of the library. `weight_input` is the input that must be packed as `scheme`; -1 = none."""
+
+    name: str
+    op: str
+    parameters: tuple[Parameter, ...]
+    params_struct: str  # in abi.h
+    scheme: str = ""
+    cache_dtype: str = ""
+    weight_input: int = -1
+    dense_inputs: tuple[int, ...] = ()  # inputs and
+    dense_outputs: tuple[int, ...] = ()  # outputs that must be contiguous
+    k_multiple: int = 1  # the weight's k must be a multiple of this
+
+
+def _parameters(text: str) -> tuple[Parameter, ...]:
+    return tuple(Parameter(*item.split(":")) for item in text.split())
+
+
+_STRIDED_NORM = "x_stride:l:in0.stride0 y_stride:l:out0.stride0 count:i:in0.count dim:i:in0.dim1 eps:f:attr.eps pad:i:zero"
+
+_PLAIN = (
+    KernelSpec(
+        "rms_norm", "rms_norm",
+        _parameters("x:p:in0.ptr weight:p:in1.ptr y:p:out0.ptr " + _STRIDED_NORM),
+        "RmsNormParams",
+    ),
+    KernelSpec(
+        "rms_norm_q8", "rms_norm_q8",
+        _parameters(
+            "x:p:in0.ptr weight:p:in1.ptr q:p:out0.ptr scale:p:out1.ptr sum:p:out2.ptr "
+            "x_stride:l:in0.stride0 count:i:in0.count dim:i:in0.dim1 eps:f:attr.eps pad:i:zero"
+        ),
+        "RmsNormQ8Params", dense_outputs=(0, 1, 2), k_multiple=Q8_GROUP,
+    ),
+    KernelSpec(
+        "add_rms_norm", "add_rms_norm",
+        _parameters(
+            "x:p:in0.ptr residual:p:in1.ptr weight:p:in2.ptr y:p:out0.ptr residual_out:p:out1.ptr "
+            "x_stride:l:in0.stride0 residual_stride:l:in1.stride0 y_stride:l:out0.stride0 "
+            "residual_out_stride:l:out1.stride0 count:i:in0.count dim:i:in0.dim1 eps:f:attr.eps pad:i:zero"
+        ),
+        "AddRmsNormParams",
+    ),
+    KernelSpec(
+        "add_rms_norm_q8", "add_rms_norm_q8",
+        _parameters(
+            "x:p:in0.ptr residual:p:in1.ptr weight:p:in2.ptr q:p:out0.ptr scale:p:out1.ptr sum:p:out2.ptr "
+            "residual_out:p:out3.ptr x_stride:l:in0.stride0 residual_stride:l:in1.stride0 "
+            "residual_out_stride:l:out3.stride0 count:i:in0.count dim:i:in0.dim1 eps:f:attr.eps pad:i:zero"
+        ),
+        "AddRmsNormQ8Params", dense_outputs=(0, 1, 2), k_multiple=Q8_GROUP,
+    ),
+    KernelSpec(
+        "quantize_q8", "quantize_q8",
+        _parameters(
+            "x:p:in0.ptr q:p:out0.ptr scale:p:out1.ptr sum:p:out2.ptr "
+            "x_stride:l:in0.stride0 count:i:in0.count dim:i:in0.dim1"
+        ),
+        "QuantizeQ8Params", dense_outputs=(0, 1, 2), k_multiple=Q8_GROUP,
+    ),
+    KernelSpec(
+        "rope_cos_sin", "rope_cos_sin",
+        _parameters(
+            "positions:p:in0.ptr inv_freq:p:in1.ptr cos:p:out0.ptr sin:p:out1.ptr "
+            "count:i:in0.count half:i:in1.dim0 scaling:f:attr.scaling pad:i:zero"
+        ),
+        "RopeCosSinParams", dense_outputs=(0, 1),
+    ),
+    KernelSpec(
+        "apply_rope", "apply_rope",
+        _parameters(
+            "x:p:in0.ptr cos:p:in1.ptr sin:p:in2.ptr y:p:out0.ptr x_stride:l:in0.stride0 y_stride:l:out0.stride0 "
+            "count:i:in0.count num_heads:i:in0.dim1 head_dim:i:in0.dim2 half:i:in1.dim1"
+        ),
+        "ApplyRopeParams", dense_inputs=(1, 2),
+    ),
+    KernelSpec(
+        "add", "add",
+        _parameters(
+            "a:p:in0.ptr b:p:in1.ptr y:p:out0.ptr a_stride:l:in0.stride0 b_stride:l:in1.stride0 "
+            "y_stride:l:out0.stride0 count:i:in0.count dim:i:in0.dim1"
+        ),
+        "BinaryParams",
+    ),
+    KernelSpec(
+        "mul", "mul",
+        _parameters(
+            "a:p:in0.ptr b:p:in1.ptr y:p:out0.ptr a_stride:l:in0.stride0 b_stride:l:in1.stride0 "
+            "y_stride:l:out0.stride0 count:i:in0.count dim:i:in0.dim1"
+        ),
+        "BinaryParams",
+    ),
+    KernelSpec(
+        "silu", "silu",
+        _parameters(
+            "x:p:in0.ptr y:p:out0.ptr x_stride:l:in0.stride0 y_stride:l:out0.stride0 count:i:in0.count dim:i:in0.dim1"
+        ),
+        "SiluParams",
+    ),
+    KernelSpec(
+        "silu_mul", "silu_mul",
+        _parameters(
+            "a:p:in0.ptr b:p:in1.ptr y:p:out0.ptr a_stride:l:in0.stride0 b_stride:l:in1.stride0 "
+            "y_stride:l:out0.stride0 count:i:in0.count dim:i:in0.dim1"
+        ),
+        "BinaryParams",
+    ),
+    KernelSpec(
+        "silu_mul_q8", "silu_mul_q8",
+        _parameters(
+            "a:p:in0.ptr b:p:in1.ptr q:p:out0.ptr scale:p:out1.ptr sum:p:out2.ptr "
+            "a_stride:l:in0.stride0 b_stride:l:in1.stride0 count:i:in0.count dim:i:in0.dim1"
+        ),
+        "SiluMulQ8Params", dense_outputs=(0, 1, 2), k_multiple=Q8_GROUP,
+    ),
+    KernelSpec(
+        "gather_rows", "gather_rows",
+        _parameters(
+            "x:p:in0.ptr rows:p:in1.ptr y:p:out0.ptr x_stride:l:in0.stride0 y_stride:l:out0.stride0 "
+            "count:i:in1.count dim:i:in0.dim1"
+        ),
+        "GatherRowsParams",
+    ),
+    KernelSpec(
+        "sample_greedy", "sample_greedy",
+        _parameters(
+            "logits:p:in0.ptr sample_rows:p:in1.ptr num_logprobs:p:in2.ptr last_token:p:in3.ptr "
+            "sampled_token_ids:p:out0.ptr sampled_logprobs:p:out1.ptr top_token_ids:p:out2.ptr "
+            "top_logprobs:p:out3.ptr logits_stride:l:in0.stride0 count:i:in0.count vocab:i:in0.dim1"
+        ),
+        "SampleGreedyParams", dense_outputs=(0, 1, 2, 3),
+    ),
+    KernelSpec(
+        "sample_random", "sample_random",
+        _parameters(
+            "logits:p:in0.ptr sample_rows:p:in1.ptr num_logprobs:p:in2.ptr temperature:p:in4.ptr top_k:p:in5.ptr "
+            "top_p:p:in6.ptr min_p:p:in7.ptr seed:p:in8.ptr output_position:p:in9.ptr last_token:p:in3.ptr "
+            "sampled_token_ids:p:out0.ptr sampled_logprobs:p:out1.ptr top_token_ids:p:out2.ptr "
+            "top_logprobs:p:out3.ptr logits_stride:l:in0.stride0 count:i:in0.count vocab:i:in0.dim1"
+        ),
+        "SampleRandomParams", dense_outputs=(0, 1, 2, 3),
+    ),
+)  # fmt: skip
+
+
+def _per_scheme() -> list[KernelSpec]:
+    specs = []
+    for scheme in DENSE_SCHEMES + QUANTIZED_SCHEMES:
+        specs.append(
+            KernelSpec(
+                f"embedding.{scheme}",
+                "embedding",
+                _parameters(
+                    "token_ids:p:in0.ptr last_token:p:in1.ptr table:p:in2.ptr y:p:out0.ptr "
+                    "y_stride:l:out0.stride0 count:i:in0.count vocab:i:in2.dim0 dim:i:in2.dim1 pad:i:zero"
+                ),
+                "EmbeddingParams",
+                scheme=scheme,
+                weight_input=2,
+            )
+        )
+        specs.append(
+            KernelSpec(
+                f"linear.{scheme}",
+                "linear",
+                _parameters(
+                    "x:p:in0.ptr weight:p:in1.ptr bias:p:in2.ptr? y:p:out0.ptr x_stride:l:in0.stride0 "
+                    "y_stride:l:out0.stride0 count:i:in0.count n:i:in1.dim0 k:i:in1.dim1 pad:i:zero"
+                ),
+                "LinearParams",
+                scheme=scheme,
+                weight_input=1,
+            )
+        )
+    for scheme in QUANTIZED_SCHEMES:
+        specs.append(
+            KernelSpec(
+                f"linear_q8.{scheme}",
+                "linear_q8",
+                _parameters(
+                    "q:p:in0.ptr scale:p:in1.ptr sum:p:in2.ptr weight:p:in3.ptr bias:p:in4.ptr? y:p:out0.ptr "
+                    "y_stride:l:out0.stride0 count:i:in0.count n:i:in3.dim0 k:i:in3.dim1 pad:i:zero"
+                ),
+                "LinearQ8Params",
+                scheme=scheme,
+                weight_input=3,
+                dense_inputs=(0, 1, 2),
+                k_multiple=Q8_GROUP,
+            )
+        )
+    return specs
+
+
+def _per_cache_dtype() -> list[KernelSpec]:
+    specs = []
+    for dtype in CACHE_DTYPES:
+        specs.append(
+            KernelSpec(
+                f"kv_write.{dtype}",
+                "kv_write",
+                _parameters(
+                    "k:p:in1.ptr v:p:in2.ptr cache:p:in0.ptr slot_mapping:p:in3.ptr k_stride:l:in1.stride0 "
+                    "v_stride:l:in2.stride0 count:i:in1.count kv_heads:i:in1.dim1 block_size:i:in0.dim3 "
+                    "head_dim:i:in1.dim2"
+                ),
+                "KvWriteParams",
+                cache_dtype=dtype,
+            )
+        )
+        specs.append(
+            KernelSpec(
+                f"rope_kv_write.{dtype}",
+                "rope_kv_write",
+                _parameters(
+                    "q:p:in0.ptr k:p:in1.ptr v:p:in2.ptr cos:p:in3.ptr sin:p:in4.ptr q_out:p:out0.ptr "
+                    "cache:p:in5.ptr slot_mapping:p:in6.ptr q_stride:l:in0.stride0 k_stride:l:in1.stride0 "
+                    "v_stride:l:in2.stride0 q_out_stride:l:out0.stride0 count:i:in0.count num_heads:i:in0.dim1 "
+                    "kv_heads:i:in1.dim1 head_dim:i:in0.dim2 half:i:in3.dim1 block_size:i:in5.dim3"
+                ),
+                "RopeKvWriteParams",
+                cache_dtype=dtype,
+                dense_inputs=(3, 4),
+            )
+        )
+        specs.append(
+            KernelSpec(
+                f"paged_attention.{dtype}",
+                "paged_attention",
+                _parameters(
+                    "q:p:in0.ptr cache:p:in1.ptr block_tables:p:in2.ptr seq_lens:p:in3.ptr query_starts:p:in4.ptr "
+                    "y:p:out0.ptr q_stride:l:in0.stride0 y_stride:l:out0.stride0 num_heads:i:in0.dim1 "
+                    "kv_heads:i:in1.dim2 head_dim:i:in0.dim2 block_size:i:in1.dim3 table_width:i:in2.dim1 "
+                    "scale:f:attr.scale"
+                ),
+                "PagedAttentionParams",
+                cache_dtype=dtype,
+            )
+        )
+    return specs
+
+
+SPECS: dict[str, KernelSpec] = {s.name: s for s in (*_PLAIN, *_per_scheme(), *_per_cache_dtype())}
