@@ -1,0 +1,54 @@
+# make demo      a real model answers on this machine
+# make test      everything that takes minutes: lint, types, tests
+# make test-all  the long tests as well (fuzz, soak, gates)
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+MODEL := build/models/SmolLM2-135M-Instruct.Q4_1.gguf
+PIP_INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
+
+.PHONY: demo test test-all lint format wheel clean
+
+demo: $(VENV)/.build-extra
+	$(BIN)/python -m castiron.perf.demo --folder build
+
+test: lint $(MODEL)
+	$(BIN)/python -m pytest -m "not long and not gpu"
+
+test-all: lint $(MODEL)
+	$(BIN)/python -m pytest -m "not gpu"
+
+lint: $(VENV)/.dev-extra
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run --Werror $$(git ls-files '*.cpp' '*.h')
+	$(BIN)/mypy --strict -p castiron.runtime -p castiron.builder
+	$(BIN)/mypy -p castiron.server -p castiron.models -p castiron.plugins_cpu -p castiron.configs -p castiron.perf
+
+format: $(VENV)/.dev-extra
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $$(git ls-files '*.cpp' '*.h')
+
+wheel: $(VENV)/.dev-extra
+	rm -rf build/lib build/bdist.* dist
+	$(BIN)/python -m build --wheel --outdir dist .
+
+$(MODEL): $(VENV)/.dev-extra
+	$(BIN)/python -m castiron.perf.demo_model --folder build/models
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "castiron needs Python 3.11 or later, got $$($(PYTHON) --version): make PYTHON=python3.12" >&2; exit 2; }
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.build-extra: $(BIN)/python pyproject.toml constraints.txt
+	$(PIP_INSTALL) --editable '.[build]'
+	@touch $@
+
+$(VENV)/.dev-extra: $(VENV)/.build-extra
+	$(PIP_INSTALL) --editable '.[dev]'
+	@touch $@
+
+clean:
+	rm -rf build dist *.egg-info $(VENV)

@@ -1,0 +1,303 @@
+"""A checkpoint becomes an engine file. `build_engine` is the builder's table of contents."""
+
+import json
+import tempfile
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from castiron.builder.background import Background
+from castiron.builder.checkpoint import Checkpoint
+from castiron.builder.choose_schemes import cache_dtype, choose_schemes
+from castiron.builder.dummy_tensors import dummy_tensors
+from castiron.builder.describe_build import describe_plan_text, size_text
+from castiron.builder.golden import MEMBER as GOLDEN_MEMBER
+from castiron.builder.golden import compute_golden, golden_cases, why_no_golden
+from castiron.builder.graph import Program
+from castiron.builder.make_manifest import make_manifest, model_info
+from castiron.builder.memory_needs import check_fits, machine_memory_bytes, memory_needs
+from castiron.builder.model_parameters import BoundModel, bind_model
+from castiron.builder.model_source import open_model
+from castiron.builder.options import BuildOptions
+from castiron.builder.output_file import check_output
+from castiron.builder.pack_weights import checkpoint_chunks, random_chunks, write_weights
+from castiron.builder.parameters import Parameter
+from castiron.builder.phases import Phases, peak_memory_bytes
+from castiron.builder.pipeline import PassResult, optimize
+from castiron.builder.plan.buckets import MIXED
+from castiron.builder.plan.planner import PlannedEngine, plan_engine
+from castiron.builder.plan.weights import WeightsLayout, layout_weights
+from castiron.builder.quantization_error import relative_error
+from castiron.builder.profile import resolve_profile
+from castiron.builder.report import MEMBER as REPORT_MEMBER
+from castiron.builder.report import encode_report, make_report, scheme_sizes
+from castiron.builder.targets import Target, resolve_target
+from castiron.builder.tokenizer import TokenizerFiles, build_tokenizer
+from castiron.builder.trace import TraceOptions, trace_forward, trace_sampler
+from castiron.builder.weight_values import checkpoint_values, made_up_values
+from castiron.plugins_cpu.compile import build_library
+from castiron.plugins_cpu.layouts import LAYOUT
+from castiron.runtime.dummy_weights import MEMBER as DUMMY_MEMBER
+from castiron.runtime.dummy_weights import encode_dummy_tensors
+from castiron.runtime.engine_file_writer import EngineFileWriter
+from castiron.runtime.manifest import Manifest, Profile, QuantizationInfo, WeightsFile
+from castiron.runtime.plan_format import encode_plan
+from castiron.runtime.step_abi import CacheGroup
+
+SAMPLING_VARIANTS = ("greedy", "random")
+
+
+@dataclass(frozen=True)
+class BuildResult:
+    """What a build made."""
+
+    manifest: Manifest | None  # None: a dry run
+    report: dict[str, Any]
+    seconds: dict[str, float]  # phase -> seconds
+    peak_memory_bytes: int
+
+
+@dataclass(frozen=True)
+class OpenedModel:
+    """The checkpoint understood: what is built, and what it will serve."""
+
+    checkpoint: Checkpoint
+    model: BoundModel
+    parameters: dict[str, Parameter]  # with the schemes the engine stores
+    compute: str
+    tokenizer: TokenizerFiles | None  # None for an alias
+    profile: Profile
+    group: CacheGroup
+
+
+@dataclass(frozen=True)
+class PlannedBuild:
+    """The forward program before and after the passes, and its plan."""
+
+    stage0: Program
+    forward: Program
+    passes: list[PassResult]
+    layout: WeightsLayout
+    planned: PlannedEngine
+
+
+def build_engine(options: BuildOptions, quiet: bool = False) -> BuildResult:
+    """Build the engine `options` ask for; progress goes to standard error unless `quiet`.
+
+    The file appears under its name only when it is complete. Raises CastironError for all a user can act on.
+    """
+    phases = Phases(options.max_build_seconds, quiet)
+    target = resolve_target(options.target)
+    if options.output is not None:
+        check_output(options.output, options.model)
+    with ExitStack() as stack:
+        library = None
+        if not options.dry_run:
+            library = stack.enter_context(Background(lambda: build_library(target.level)))
+        opened = _open(options, target, phases, stack)
+        built = _plan(options, target, opened, phases)
+        if options.dry_run or library is None:
+            return _dry_run(options, target, opened, built, phases)
+        return _write(options, target, opened, built, library, phases)
+
+
+def _open(options: BuildOptions, target: Target, phases: Phases, stack: ExitStack) -> OpenedModel:
+    with phases.phase("open") as notes:
+        checkpoint, is_alias = open_model(options.model, options.weights)
+        stack.enter_context(checkpoint)
+        model = bind_model(checkpoint)
+        parameters, compute = choose_schemes(model.parameters, options.quantize, options.compute)
+        profile = resolve_profile(options, target, model.config)
+        tokenizer = None if is_alias else build_tokenizer(checkpoint)
+        notes.append(f"{model.family.name} from {checkpoint.source_format}, compute {compute}")
+    for warning in model.warnings:
+        phases.say(f"warning: {warning}")
+    table_width = -(-profile.max_seq_len // target.block_size)
+    group = CacheGroup("kv", "paged", target.block_size, table_width)
+    return OpenedModel(checkpoint, model, parameters, compute, tokenizer, profile, group)
+
+
+def _plan(options: BuildOptions, target: Target, opened: OpenedModel, phases: Phases) -> PlannedBuild:
+    config = opened.model.config
+    with phases.phase("trace") as notes:
+        traced = TraceOptions(opened.group.block_size, opened.group.table_width, cache_dtype(opened.compute))
+        forward = trace_forward(opened.model.family, config, opened.parameters, traced)
+        samplers = [trace_sampler(variant, config.vocab_size) for variant in SAMPLING_VARIANTS]
+        stage0 = replace(forward, model=forward.model.clone(), parameters=dict(forward.parameters))
+        notes.append(f"{len(forward.graph)} nodes")
+    with phases.phase("optimize") as notes:
+        passes = optimize(forward, opened.compute, options.dump_passes)
+        notes.append(f"{len(forward.graph)} nodes left, {sum(p.matches for p in passes)} matches")
+    with phases.phase("plan") as notes:
+        for name, parameter in forward.parameters.items():
+            forward.parameters[name] = replace(parameter, layout=LAYOUT)
+        layout = layout_weights(forward.parameters.values())
+        planned = plan_engine(
+            forward,
+            samplers,
+            (opened.group,),
+            target.buckets(opened.profile),
+            layout,
+            config.vocab_size,
+            max_rows=2 * opened.profile.max_seqs,  # a finished row may be in flight while its successor starts
+        )
+        needs = memory_needs(planned.header, opened.profile)
+        if options.target == "cpu":  # this very machine
+            check_fits(needs, machine_memory_bytes())
+        notes.append(f"{len(planned.arrays.records)} records, {size_text(needs.minimum)} for one sequence")
+    return PlannedBuild(stage0, forward, passes, layout, planned)
+
+
+def _dry_run(
+    options: BuildOptions, target: Target, opened: OpenedModel, built: PlannedBuild, phases: Phases
+) -> BuildResult:
+    report = _report(options, opened, built, "none: dry run")
+    needs = memory_needs(built.planned.header, opened.profile)
+    name = opened.checkpoint.name
+    print(
+        describe_plan_text(
+            name, target, opened.compute, opened.profile, built.planned, needs, report["schemes"]
+        )
+    )
+    return BuildResult(None, report, phases.seconds, peak_memory_bytes())
+
+
+def _write(
+    options: BuildOptions,
+    target: Target,
+    opened: OpenedModel,
+    built: PlannedBuild,
+    library: Background[Path],
+    phases: Phases,
+) -> BuildResult:
+    assert options.output is not None
+
+    def between() -> None:
+        library.check()
+        phases.check_time()
+
+    expected_bytes = built.layout.num_bytes if options.weights != "dummy" else built.layout.constants_bytes
+    with (
+        EngineFileWriter(options.output, expected_bytes) as writer,
+        Background(lambda: _source_hashes(options, opened.checkpoint)) as hashes,
+    ):
+        writer.add("graph.onnx", _graph_bytes(built.forward))
+        for name, data in encode_plan(built.planned.header, built.planned.arrays).items():
+            writer.add(name, data)
+        for name, data in (opened.tokenizer.members if opened.tokenizer is not None else {}).items():
+            writer.add(name, data)
+        parameters = list(built.forward.parameters.values())
+        with phases.phase("pack") as notes:
+            chunks = checkpoint_chunks(opened.checkpoint) if options.weights == "file" else random_chunks
+            if options.weights == "dummy":
+                writer.add(DUMMY_MEMBER, encode_dummy_tensors(dummy_tensors(parameters, built.layout)))
+                parameters = [p for p in parameters if p.constant is not None]
+            weights = write_weights(writer, parameters, built.layout, chunks, between)
+            notes.append(size_text(built.layout.num_bytes))
+        with phases.phase("golden") as notes:
+            golden_level = _write_golden(writer, options, opened, built)
+            notes.append(golden_level)
+        with phases.phase("kernels") as notes:
+            notes.append(library.result().name)
+        report = _report(options, opened, built, golden_level)
+        writer.add(REPORT_MEMBER, encode_report(report))
+        with phases.phase("finish") as notes:
+            manifest = writer.finish(_manifest(options, target, opened, built, weights, hashes.result()))
+            notes.append(f"{options.output}, {size_text(options.output.stat().st_size)}")
+    phases.say(f"built in {phases.total():.2f} s, peak memory {size_text(peak_memory_bytes())}")
+    return BuildResult(manifest, report, phases.seconds, peak_memory_bytes())
+
+
+def _write_golden(
+    writer: EngineFileWriter,
+    options: BuildOptions,
+    opened: OpenedModel,
+    built: PlannedBuild,
+) -> str:
+    """Add the golden member; returns its level, "full" or "none: why"."""
+    engine_parameters = list(built.forward.parameters.values())
+    reason = why_no_golden(engine_parameters)
+    if reason:
+        return f"none: {reason}"
+    if options.weights == "file":
+        load_parameter = checkpoint_values(opened.checkpoint)
+    else:
+        load_parameter = made_up_values(engine_parameters)
+    bucket = next(plan.bucket for plan in built.planned.header.plans if plan.ladder == MIXED)
+    cases = golden_cases(
+        opened.model.config.vocab_size, _special_ids(opened), bucket, opened.profile.max_seq_len
+    )
+    golden = compute_golden(built.stage0, cases, opened.group, load_parameter, opened.compute)
+    writer.add(GOLDEN_MEMBER, golden)
+    return "full"
+
+
+def _special_ids(opened: OpenedModel) -> set[int]:
+    """Ids that golden prompts avoid."""
+    config = opened.model.config
+    ids = {*config.eos_token_ids, *(() if config.bos_token_id is None else (config.bos_token_id,))}
+    if opened.tokenizer is not None:
+        tokens = json.loads(opened.tokenizer.members["tokenizer/tokenizer_config.json"])["added_tokens"]
+        ids |= {token["id"] for token in tokens}
+    return ids
+
+
+def _report(
+    options: BuildOptions, opened: OpenedModel, built: PlannedBuild, golden_level: str
+) -> dict[str, Any]:
+    parameters = list(built.forward.parameters.values())
+    error = relative_error(opened.checkpoint, parameters) if options.weights == "file" else 0.0
+    return make_report(
+        built.passes,
+        built.planned,
+        built.layout,
+        parameters,
+        quantization_error=error,
+        golden_level=golden_level,
+        warnings=opened.model.warnings,
+        batch_invariant=options.batch_invariant,
+    )
+
+
+def _manifest(
+    options: BuildOptions,
+    target: Target,
+    opened: OpenedModel,
+    built: PlannedBuild,
+    weights: WeightsFile,
+    source_files: dict[str, str],
+) -> Manifest:
+    schemes = scheme_sizes(built.forward.parameters.values(), built.layout)
+    return make_manifest(
+        model_info(
+            opened.checkpoint, opened.model, opened.parameters, opened.tokenizer, opened.profile.max_seq_len
+        ),
+        target,
+        opened.profile,
+        QuantizationInfo(
+            mode=options.quantize,
+            compute=opened.compute,
+            cache_dtype=cache_dtype(opened.compute),
+            schemes={scheme: sizes["bytes"] for scheme, sizes in schemes.items()},
+        ),
+        (weights,),
+        weights_source="dummy" if options.weights == "dummy" else "file",
+        source_format=opened.checkpoint.source_format,
+        source_files=source_files,
+    )
+
+
+def _source_hashes(options: BuildOptions, checkpoint: Checkpoint) -> dict[str, str]:
+    """sha256 of the checkpoint's files; "" where their weights aren't used."""
+    if options.weights != "file":
+        return dict.fromkeys(checkpoint.files, "")
+    return checkpoint.hash_files()
+
+
+def _graph_bytes(forward: Program) -> bytes:
+    """The optimized graph as an .onnx file."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "graph.onnx"
+        forward.save(path)
+        return path.read_bytes()

@@ -1,0 +1,136 @@
+"""A checkpoint: named tensors that are read row by row, and what the files say about the model."""
+
+import hashlib
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from castiron.models.schemes import SCHEMES, Scheme
+from castiron.runtime.errors import CheckpointError
+
+_HASH_CHUNK_BYTES = 4 << 20
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """Where one tensor lies. `shape` is row major: (rows, cols) for a matrix."""
+
+    name: str
+    shape: tuple[int, ...]
+    scheme: str  # models.schemes.SCHEMES key
+    file: Path
+    offset: int  # of the first byte, from the start of the file
+
+    @property
+    def num_rows(self) -> int:
+        """Rows `read_rows` counts: all leading dims together; 1 for vectors and scalars."""
+        rows = 1
+        for dim in self.shape[:-1]:
+            rows *= dim
+        return rows
+
+    @property
+    def num_cols(self) -> int:
+        return self.shape[-1] if self.shape else 1
+
+    @property
+    def row_bytes(self) -> int:
+        scheme: Scheme = SCHEMES[self.scheme]
+        return self.num_cols // scheme.block_size * scheme.block_bytes
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_rows * self.row_bytes
+
+
+@dataclass
+class Checkpoint:
+    """An opened checkpoint. Holds file descriptors, no tensor data: close it, or use it as a context."""
+
+    source_format: str  # "safetensors" or "gguf"
+    name: str  # of the folder or file, without suffix
+    architecture: str  # architectures[0] of config.json, or general.architecture
+    config: dict[str, Any]  # config.json, or the GGUF metadata under its own keys
+    tensors: Mapping[str, TensorInfo]
+    files: dict[str, Path]  # file name -> path, every file read
+    generation_config: dict[str, Any]  # of generation_config.json; {} when there is none
+    folder: Path | None  # of a Hugging Face checkpoint; None for GGUF
+    _descriptors: dict[Path, int] = field(default_factory=dict, repr=False)
+
+    @property
+    def tokenizer_source(self) -> Path | None:
+        """Folder holding tokenizer.json; None: the tokenizer is in the GGUF metadata."""
+        return self.folder
+
+    def read_rows(self, name: str, start: int, stop: int) -> np.ndarray:
+        """Rows start..stop of a tensor as stored: uint8 [stop - start, row_bytes], in fresh memory.
+
+        A vector is one row. Raises CheckpointError for a name the checkpoint lacks, for a file that
+        shrank, and ValueError for rows out of range.
+        """
+        info = self.tensor(name)
+        if not 0 <= start <= stop <= info.num_rows:
+            raise ValueError(f"rows {start}..{stop} of {name}, which has {info.num_rows}")
+        rows = np.empty((stop - start, info.row_bytes), dtype=np.uint8)
+        remaining = rows.data.cast("B") if rows.size else memoryview(b"")
+        position = info.offset + start * info.row_bytes
+        descriptor = self._descriptor(info.file)
+        while remaining:
+            try:
+                count = os.preadv(descriptor, [remaining], position)
+            except OSError as error:
+                raise CheckpointError(f"{info.file}: can't read tensor {name}: {error.strerror}") from error
+            if count == 0:
+                raise CheckpointError(
+                    f"{info.file}: ends inside tensor {name}: it changed since it was opened"
+                )
+            remaining = remaining[count:]
+            position += count
+        return rows
+
+    def tensor(self, name: str) -> TensorInfo:
+        """The tensor's record. Raises CheckpointError for a name the checkpoint lacks."""
+        info = self.tensors.get(name)
+        if info is None:
+            raise CheckpointError(f"{self.name}: no tensor {name} in the checkpoint")
+        return info
+
+    def hash_files(self) -> dict[str, str]:
+        """sha256 (hex) of every file, by name."""
+        hashes = {}
+        for name, path in self.files.items():
+            digest = hashlib.sha256()
+            with path.open("rb", buffering=0) as file:
+                while chunk := file.read(_HASH_CHUNK_BYTES):
+                    digest.update(chunk)
+            hashes[name] = digest.hexdigest()
+        return hashes
+
+    def close(self) -> None:
+        """Close the files. Reading later opens them again."""
+        while self._descriptors:
+            os.close(self._descriptors.popitem()[1])
+
+    def __enter__(self) -> "Checkpoint":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self.close()
+
+    def _descriptor(self, path: Path) -> int:
+        if path not in self._descriptors:
+            try:
+                self._descriptors[path] = os.open(path, os.O_RDONLY)
+            except OSError as error:
+                raise CheckpointError(f"{path}: can't open: {error.strerror}") from error
+        return self._descriptors[path]

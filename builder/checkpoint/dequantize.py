@@ -1,0 +1,83 @@
+"""Stored rows to float32 and back to dense types; and the check that no stored scale is NaN or infinite."""
+
+import numpy as np
+
+from castiron.models.schemes import DENSE_SCHEMES, SCHEMES
+from castiron.runtime.errors import CheckpointError
+
+_CHUNK_ELEMENTS = 4 << 20
+# byte offsets of the float16 scales inside a GGUF block
+_SCALE_OFFSETS = {
+    "q4_0": (0,),
+    "q4_1": (0, 2),
+    "q5_0": (0,),
+    "q5_1": (0, 2),
+    "q8_0": (0,),
+    "q4_k": (0, 2),
+    "q5_k": (0, 2),
+    "q6_k": (208,),
+}
+# a value is NaN or infinite when all its exponent bits are set
+_EXPONENT_BITS = {"f32": (np.uint32, 0x7F800000), "f16": (np.uint16, 0x7C00), "bf16": (np.uint16, 0x7F80)}
+
+
+def dequantize(scheme: str, rows: np.ndarray, k: int) -> np.ndarray:
+    """float32 [r, k] from stored rows, uint8 [r, row_bytes] (C order); exact."""
+    result = np.empty((rows.shape[0], k), dtype=np.float32)
+    step = max(1, _CHUNK_ELEMENTS // max(k, 1))
+    for start in range(0, rows.shape[0], step):
+        result[start : start + step] = _dequantize_chunk(scheme, rows[start : start + step])
+    return result
+
+
+def _dequantize_chunk(scheme: str, rows: np.ndarray) -> np.ndarray:
+    if scheme == "f32":
+        return rows.view(np.float32)
+    if scheme == "f16":
+        return rows.view(np.float16).astype(np.float32)
+    if scheme == "bf16":
+        return (rows.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+    from gguf import GGMLQuantizationType, quants
+
+    ggml_type = SCHEMES[scheme].ggml_type
+    assert ggml_type is not None
+    return quants.dequantize(rows, GGMLQuantizationType(ggml_type))
+
+
+def to_dense(scheme: str, values: np.ndarray) -> np.ndarray:
+    """float32 [r, k] as stored rows of a dense scheme, uint8 [r, row_bytes]; rounds to nearest even."""
+    assert scheme in DENSE_SCHEMES, scheme
+    values = np.ascontiguousarray(values, dtype=np.float32)
+    if scheme == "f32":
+        return values.view(np.uint8)
+    if scheme == "f16":
+        with np.errstate(over="ignore"):  # the caller looks for infinities
+            return values.astype(np.float16).view(np.uint8)
+    bits = values.view(np.uint32)
+    is_nan = np.isnan(values)
+    rounded = (bits + (((bits >> 16) & 1) + np.uint32(0x7FFF))) >> 16
+    rounded = np.where(is_nan, (bits >> 16) | 0x40, rounded)
+    return rounded.astype(np.uint16).view(np.uint8)
+
+
+def check_finite(scheme: str, rows: np.ndarray, tensor_name: str) -> None:
+    """Raise CheckpointError if a dense value, or a scale of a block, is NaN or infinite.
+
+    rows: uint8 [r, row_bytes] as stored, C order.
+    """
+    if scheme in _EXPONENT_BITS:
+        dtype, mask = _EXPONENT_BITS[scheme]
+        words = rows.reshape(-1).view(dtype)
+    else:
+        mask = 0x7C00
+        blocks = rows.reshape(-1, SCHEMES[scheme].block_bytes)
+        offsets = _SCALE_OFFSETS[scheme]
+        width = 2 * len(offsets)  # the scales lie side by side
+        words = np.ascontiguousarray(blocks[:, offsets[0] : offsets[0] + width]).view(np.uint16).reshape(-1)
+    for start in range(0, words.size, _CHUNK_ELEMENTS):
+        chunk = words[start : start + _CHUNK_ELEMENTS] & mask
+        if (chunk == mask).any():
+            kind = "a value" if scheme in _EXPONENT_BITS else "a block scale"
+            raise CheckpointError(
+                f"tensor {tensor_name}: {kind} is NaN or infinite: the checkpoint is damaged"
+            )

@@ -1,0 +1,106 @@
+"""build-engine: the command line. Only parses; builder/build.py works."""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from castiron.builder.options import (
+    COMPUTE_MODES,
+    FUTURE_QUANTIZE_MODES,
+    QUANTIZE_MODES,
+    WEIGHTS_MODES,
+    BuildOptions,
+)
+from castiron.builder.recipe import read_recipe
+from castiron.runtime.errors import EXIT_USAGE, CastironError, InputError
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run build-engine with these arguments (default: the process's); returns the exit code."""
+    try:
+        options = parse_options(argv)
+        from castiron.builder.build import build_engine  # heavy: torch, onnx_ir
+
+        build_engine(options)
+    except CastironError as error:
+        print(f"build-engine: error: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("build-engine: interrupted, no file was written", file=sys.stderr)
+        return 130
+    return 0
+
+
+def parse_options(argv: list[str] | None) -> BuildOptions:
+    """Options from the command line over those of --recipe. Raises InputError."""
+    given: dict[str, Any] = vars(_parser().parse_args(argv))
+    recipe = given.pop("recipe", None)
+    values = {**(read_recipe(recipe) if recipe is not None else {}), **given}
+    if "model" not in values:
+        raise InputError("no model: give a Hugging Face folder, a .gguf file, a hub id or an alias")
+    return BuildOptions(**values)
+
+
+class _Parser(argparse.ArgumentParser):
+    """Errors as one line, like all others."""
+
+    def error(self, message: str) -> Any:
+        print(f"{self.prog}: error: {message} (see {self.prog} --help)", file=sys.stderr)
+        sys.exit(EXIT_USAGE)
+
+
+def _parser() -> argparse.ArgumentParser:
+    """Options without defaults of their own: those are BuildOptions' fields."""
+    parser = _Parser(
+        prog="build-engine",
+        description="Compile a language model ahead of time into one engine file.",
+        argument_default=argparse.SUPPRESS,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add(
+        "model",
+        nargs="?",
+        metavar="MODEL",
+        help="Hugging Face folder, .gguf file, hub id, or alias (public sizes)",
+    )
+    add("-o", "--output", type=Path, metavar="OUT.engine", help="the engine file to write")
+    add("--target", metavar="TARGET", help="cpu (this machine's best level, the default) or cpu:LEVEL")
+    modes = [*QUANTIZE_MODES, *FUTURE_QUANTIZE_MODES]
+    add(
+        "--quantize", metavar="|".join(modes), help="keep (default): as stored in the checkpoint; none: dense"
+    )
+    add(
+        "--compute",
+        metavar="|".join(COMPUTE_MODES),
+        help="arithmetic; auto (default): f32 for f32 checkpoints, int8 for kept quantized weights, else bf16",
+    )
+    add("--max-seqs", type=int, metavar="N", help="sequences running at once")
+    add("--max-seq-len", type=int, metavar="N", help="tokens a sequence may reach, prompt included")
+    add("--max-batched-tokens", type=int, metavar="N", help="tokens of one step")
+    add(
+        "--weights",
+        metavar="|".join(WEIGHTS_MODES),
+        help="file (default): the checkpoint's; random: made up and written; dummy: made up at load",
+    )
+    add("--tune", action="store_true", help="measure candidate kernels (CUDA targets)")
+    add(
+        "--batch-invariant",
+        action="store_true",
+        help="a row's result doesn't depend on the batch (always so on the CPU)",
+    )
+    add("--recipe", type=Path, metavar="FILE", help="these options as JSON or TOML; flags given here win")
+    add("--dry-run", action="store_true", help="print memory, buckets and kernels; write nothing")
+    add("--dump-passes", type=Path, metavar="DIR", help="write the graph after every pass as .onnx")
+    add(
+        "--max-build-seconds",
+        type=float,
+        metavar="S",
+        help="give up between phases once S seconds have passed",
+    )
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

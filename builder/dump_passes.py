@@ -1,0 +1,39 @@
+"""The graph after each pass, as files: NN_name.onnx for Netron and NN_name.txt to read and diff."""
+
+from pathlib import Path
+
+import onnx_ir as ir
+
+from castiron.builder import graph as g
+from castiron.runtime.errors import WorkFailedError
+
+
+def dump_stage(folder: Path, index: int, name: str, program: g.Program) -> None:
+    """Write one stage. Raises WorkFailedError if the folder can't be written."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        program.save(folder / f"{index:02d}_{name}.onnx")
+        (folder / f"{index:02d}_{name}.txt").write_text(describe_program(program))
+    except OSError as error:
+        raise WorkFailedError(
+            f"can't write {folder}: {error.strerror}, give --dump-passes another folder"
+        ) from error
+
+
+def describe_program(program: g.Program) -> str:
+    """One line a node, then one a parameter."""
+    lines = [f"{program.kind}: {len(program.graph)} nodes, {len(program.parameters)} parameters"]
+    lines += [_describe_node(node) for node in program.graph]
+    lines += [
+        f"parameter {p.name} {list(p.shape)} {p.scheme} <- "
+        + (", ".join(part.tensor for part in p.parts) or "constant")
+        for p in program.parameters.values()
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _describe_node(node: ir.Node) -> str:
+    outputs = ", ".join(f"{v.name}{list(map(str, v.shape or ()))}".replace("'", "") for v in node.outputs)
+    inputs = ", ".join("-" if v is None else g.name_of(v) for v in node.inputs)
+    attributes = "".join(f", {name}={attribute.value}" for name, attribute in node.attributes.items())
+    return f"{outputs} = {node.op_type}({inputs}{attributes})"

@@ -1,0 +1,103 @@
+"""Weights into the engine file: recipes run slice by slice, packed in their layout, streamed to the writer."""
+
+import json
+from collections.abc import Callable, Iterable, Iterator
+
+import numpy as np
+
+from castiron.builder.checkpoint import Checkpoint
+from castiron.builder.checkpoint.parameter_data import read_parameter_rows
+from castiron.builder.dummy_tensors import dummy_tensor
+from castiron.builder.parameters import Parameter
+from castiron.builder.plan.weights import WeightsLayout, parameter_bytes
+from castiron.plugins_cpu.layouts import PANEL_ROWS, pack, row_bytes
+from castiron.runtime.dummy_weights import dummy_chunks
+from castiron.runtime.engine_file_writer import EngineFileWriter
+from castiron.runtime.errors import WorkFailedError
+from castiron.runtime.manifest import WeightsFile
+from castiron.runtime.zip_format import MEMBER_ALIGNMENT, WEIGHTS_ALIGNMENT
+
+WEIGHTS_MEMBER = "weights/model-00001.safetensors"
+SLICE_BYTES = 64 << 20  # of checkpoint rows held at a time
+MAX_WEIGHTS_BYTES = 32 << 30  # of one engine file
+
+PackedChunks = Callable[[Parameter], Iterator[np.ndarray]]
+
+
+def checkpoint_chunks(checkpoint: Checkpoint) -> PackedChunks:
+    """Packs parameters from a checkpoint, at most SLICE_BYTES of rows in memory at a time."""
+
+    def chunks(parameter: Parameter) -> Iterator[np.ndarray]:
+        if len(parameter.shape) == 1:
+            yield read_parameter_rows(checkpoint, parameter, 0, 1).reshape(-1)
+            return
+        n, k = parameter.shape
+        panels = max(1, SLICE_BYTES // (row_bytes(parameter.scheme, k) * PANEL_ROWS))
+        for start in range(0, n, panels * PANEL_ROWS):
+            rows = read_parameter_rows(checkpoint, parameter, start, min(n, start + panels * PANEL_ROWS))
+            yield pack(parameter.scheme, rows, k)
+
+    return chunks
+
+
+def random_chunks(parameter: Parameter) -> Iterator[np.ndarray]:
+    """Made-up bytes of a parameter (constants are what they are)."""
+    if parameter.constant is not None:
+        yield constant_bytes(parameter)
+    else:
+        yield from dummy_chunks(dummy_tensor(parameter, 0))
+
+
+def constant_bytes(parameter: Parameter) -> np.ndarray:
+    """A computed table as it is stored: float32, flat."""
+    assert parameter.constant is not None and parameter.scheme == "f32"
+    return np.ascontiguousarray(parameter.constant, dtype="<f4").reshape(-1).view(np.uint8)
+
+
+def write_weights(
+    writer: EngineFileWriter,
+    parameters: Iterable[Parameter],
+    layout: WeightsLayout,
+    chunks: PackedChunks,
+    between: Callable[[], None],
+) -> WeightsFile:
+    """Write the weights member holding these parameters (a prefix of the layout's order); returns its record.
+
+    `between` is called between parameters and may raise to stop. The data section is exactly memory class
+    `weights`, from 0 on. Raises WorkFailedError if the weights are too many for one file.
+    """
+    ordered = sorted(parameters, key=lambda parameter: layout.places[parameter.name][0])
+    header = _safetensors_header(ordered, layout)
+    num_bytes = sum(layout.places[parameter.name][1] for parameter in ordered)
+    if num_bytes > MAX_WEIGHTS_BYTES:
+        raise WorkFailedError(
+            f"the weights need {num_bytes} bytes, one engine file holds up to {MAX_WEIGHTS_BYTES}: "
+            "quantize the checkpoint first, or build a smaller model"
+        )
+    writer.begin(WEIGHTS_MEMBER, WEIGHTS_ALIGNMENT)
+    writer.write(header)
+    for parameter in ordered:
+        between()
+        written = 0
+        for chunk in chunks(parameter):
+            writer.write(chunk)
+            written += chunk.nbytes
+        assert written == parameter_bytes(parameter), f"{parameter.name}: {written} bytes were packed"
+        writer.write(bytes(layout.places[parameter.name][1] - written))
+    writer.end()
+    return WeightsFile(WEIGHTS_MEMBER, data_offset=len(header), data_bytes=num_bytes, weights_offset=0)
+
+
+def _safetensors_header(parameters: list[Parameter], layout: WeightsLayout) -> bytes:
+    """Length and JSON, padded with spaces so that the data begins at a multiple of MEMBER_ALIGNMENT."""
+    tensors: dict[str, object] = {}
+    for parameter in parameters:
+        start, num_bytes = layout.places[parameter.name]
+        tensors[parameter.name] = {
+            "dtype": "U8",
+            "shape": [num_bytes],
+            "data_offsets": [start, start + num_bytes],
+        }
+    text = json.dumps(tensors, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % MEMBER_ALIGNMENT)
+    return len(text).to_bytes(8, "little") + text

@@ -1,0 +1,105 @@
+"""Linears that read the same value become one with stacked weights (q, k, v; gate, up).
+
+    q = linear(x, Wq); k = linear(x, Wk); v = linear(x, Wv)
+ -> q, k, v = Split(linear(x, [Wq; Wk; Wv]), axis=1)
+
+Only weights of one scheme are stacked: a kernel reads one. Recipes are rewritten, no data moves.
+"""
+
+import re
+from collections import defaultdict
+from dataclasses import replace
+
+import onnx_ir as ir
+
+from castiron.builder import graph as g
+from castiron.builder.parameters import Parameter
+from castiron.builder.passes.context import PassContext
+
+
+def merge_linears(program: g.Program, context: PassContext) -> int:
+    """Number of linears merged away into another."""
+    readers: dict[ir.Value, list[ir.Node]] = defaultdict(list)
+    for node in g.nodes_in_order(program):
+        if g.is_op(node, "linear") and _owns_weight(program, node):
+            readers[g.input_of(node, 0)].append(node)
+    count = 0
+    for nodes in readers.values():
+        groups: dict[tuple[str, bool], list[ir.Node]] = defaultdict(list)
+        for node in nodes:
+            groups[_weight(program, node).scheme, _bias_value(node) is not None].append(node)
+        for group in groups.values():
+            if len(group) > 1:
+                _merge(program, group)
+                count += len(group) - 1
+        if len(groups) > 1:
+            context.note(_reason(program, groups))
+    return count
+
+
+def _owns_weight(program: g.Program, node: ir.Node) -> bool:
+    """True if nothing else reads the node's weight and bias, so that they can be stacked."""
+    values = [g.input_of(node, 1), _bias_value(node)]
+    return all(v is None or (program.parameter_of(v) is not None and g.only_user(v) is node) for v in values)
+
+
+def _merge(program: g.Program, nodes: list[ir.Node]) -> None:
+    weight = program.add_parameter(_stack([_weight(program, n) for n in nodes]))
+    inputs = [g.input_of(nodes[0], 0), weight]
+    biases = [program.parameter_of(_bias_value(n)) for n in nodes]
+    if biases[0] is not None:
+        inputs.append(program.add_parameter(_stack([b for b in biases if b is not None])))
+    rows = [_weight(program, n).shape[0] for n in nodes]
+    outputs = [n.outputs[0] for n in nodes]
+    num_rows = g.shape_of(outputs[0])[0]
+    merged = g.new_value(f"{weight.name}.output", g.dtype_of(outputs[0]), (num_rows, sum(rows)))
+    pieces = [g.new_value(f"{o.name}.piece", g.dtype_of(o), g.shape_of(o)) for o in outputs]
+    split = g.new_node("Split", [merged, g.add_constant_ints(program.graph, rows)], pieces, {"axis": 1})
+    # in place of the first: everything read is there, and readers of any of them come later
+    g.replace_nodes(
+        program,
+        [*nodes[1:], nodes[0]],
+        [g.new_node("linear", inputs, [merged]), split],
+        dict(zip(outputs, pieces, strict=True)),
+    )
+    program.remove_unused_parameters()
+
+
+def _stack(parameters: list[Parameter]) -> Parameter:
+    """One parameter whose parts are those of `parameters`, in order."""
+    stems = [p.name.split(".")[-2] for p in parameters]
+    joined = ("" if all(len(stem) == 1 for stem in stems) else "_").join(stems)
+    *prefix, _, kind = parameters[0].name.split(".")
+    sources = {p.source_scheme for p in parameters}
+    return replace(
+        parameters[0],
+        name=".".join([*prefix, joined, kind]),
+        shape=(sum(p.shape[0] for p in parameters), *parameters[0].shape[1:]),
+        parts=tuple(part for p in parameters for part in p.parts),
+        source_scheme=sources.pop() if len(sources) == 1 else "",
+    )
+
+
+def _weight(program: g.Program, node: ir.Node) -> Parameter:
+    parameter = program.parameter_of(g.input_of(node, 1))
+    assert parameter is not None
+    return parameter
+
+
+def _bias_value(node: ir.Node) -> ir.Value | None:
+    return node.inputs[2] if len(node.inputs) > 2 else None
+
+
+def _reason(program: g.Program, groups: dict[tuple[str, bool], list[ir.Node]]) -> str:
+    texts = []
+    for (scheme, has_bias), nodes in groups.items():
+        for node in nodes:
+            weight = g.input_of(node, 1).producer()
+            assert weight is None
+            name = _layer_free(str(node.inputs[1].name)) if node.inputs[1] is not None else ""
+            texts.append(f"{name} is {scheme}{' with bias' if has_bias else ''}")
+    return "not merged: " + ", ".join(sorted(texts))
+
+
+def _layer_free(name: str) -> str:
+    return re.sub(r"\.\d+\.", ".N.", name)

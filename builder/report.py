@@ -1,0 +1,67 @@
+"""report.json: what the builder decided and why. The same inputs give the same report, so it holds no timings."""
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+
+from castiron.builder.parameters import Parameter
+from castiron.builder.pipeline import PassResult
+from castiron.builder.plan.planner import PlannedEngine
+from castiron.builder.plan.weights import WeightsLayout
+
+MEMBER = "report.json"
+
+
+def make_report(
+    passes: list[PassResult],
+    planned: PlannedEngine,
+    layout: WeightsLayout,
+    parameters: Iterable[Parameter],
+    quantization_error: float,
+    golden_level: str,
+    warnings: Iterable[str],
+    batch_invariant: bool,
+) -> dict[str, Any]:
+    """The report as JSON data."""
+    header = planned.header
+    return {
+        "passes": [msgspec.to_builtins(result) for result in passes],
+        "kernels": {
+            name: {"op": use.op, "launches": use.launches, "refused": use.refused}
+            for name, use in planned.kernels.items()
+        },
+        "plans": {
+            plan.name: {
+                "records": plan.records_count,
+                "barriers": planned.barriers[plan.name],
+                "bucket": msgspec.to_builtins(plan.bucket),
+                "arena_bytes_unshared": planned.arena_values_bytes[plan.name],
+            }
+            for plan in header.plans
+        },
+        "views": planned.num_views,
+        "copies_inserted": 0,  # a view no kernel can read is an error on the CPU target
+        "arena_bytes": header.arena_bytes,
+        "schemes": scheme_sizes(parameters, layout),
+        "quantization_error": quantization_error,
+        "golden": golden_level,
+        "batch_invariant": {"asked": batch_invariant, "row_stable": True},
+        "warnings": list(warnings),
+    }
+
+
+def scheme_sizes(parameters: Iterable[Parameter], layout: WeightsLayout) -> dict[str, dict[str, int]]:
+    """Scheme -> how many parameters are stored in it, and their bytes."""
+    counts: Counter[str] = Counter()
+    sizes: Counter[str] = Counter()
+    for parameter in parameters:
+        counts[parameter.scheme] += 1
+        sizes[parameter.scheme] += layout.places[parameter.name][1]
+    return {scheme: {"parameters": counts[scheme], "bytes": sizes[scheme]} for scheme in sorted(counts)}
+
+
+def encode_report(report: dict[str, Any]) -> bytes:
+    """The engine member."""
+    return msgspec.json.format(msgspec.json.encode(report), indent=1)

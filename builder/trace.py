@@ -1,0 +1,217 @@
+"""From a model definition to the stage-0 graph: torch.export on meta tensors, then ONNX IR (see graph.py).
+
+Counts are symbols; each gets a prime of its own as example size, since torch.export ties equal sizes
+together.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import onnx_ir as ir
+import torch
+
+from castiron.builder import graph as g
+from castiron.builder.dims import Affine, Dim, add_dim
+from castiron.builder.parameters import Parameter
+from castiron.builder.trace_nodes import NodeTranslator
+from castiron.models.config import ModelConfig
+from castiron.models.family import ModelFamily
+from castiron.models.sampler import SAMPLERS, Sampler
+from castiron.runtime.step_abi import CacheGroup, Field, row_fields, step_fields
+
+_EXAMPLE_SIZES = {"num_tokens": 23, "num_seqs": 11, "num_logits": 5, "num_blocks": 31, "max_rows": 47}
+_CAPACITY_SYMBOLS = {
+    "max_tokens": "num_tokens",
+    "max_seqs": "num_seqs",
+    "max_logits": "num_logits",
+    "max_rows": "max_rows",
+}
+_MAX_SIZES = {"num_seqs": (1 << 20) - 1}  # num_seqs + 1 stays within the others' bound
+_DTYPES = {
+    "float32": torch.float32,
+    "int32": torch.int32,
+    "int64": torch.int64,
+    "uint64": torch.uint64,
+    "f32": torch.float32,
+    "f16": torch.float16,
+    "i32": torch.int32,
+}
+
+
+@dataclass(frozen=True)
+class TraceOptions:
+    """What of the serving side is baked into a graph."""
+
+    block_size: int  # tokens a cache block holds
+    table_width: int  # blocks a sequence may own
+    cache_dtype: str  # "f32" or "f16"
+
+
+@dataclass(frozen=True)
+class _Input:
+    """One graph input that isn't a parameter."""
+
+    name: str
+    kind: str  # "step", "rows", "cache"
+    dtype: torch.dtype
+    shape: tuple[Dim, ...]
+
+    def example(self) -> torch.Tensor:
+        sizes = [d if isinstance(d, int) else _EXAMPLE_SIZES[d.symbol] + d.offset for d in self.shape]
+        return torch.empty(sizes, dtype=self.dtype, device="meta")
+
+    def dynamic_shape(self, symbols: Mapping[str, Any]) -> dict[int, Any]:
+        return {
+            i: symbols[d.symbol] + d.offset if d.offset else symbols[d.symbol]
+            for i, d in enumerate(self.shape)
+            if isinstance(d, Affine)
+        }
+
+
+def trace_forward(
+    family: ModelFamily, config: ModelConfig, parameters: Mapping[str, Parameter], options: TraceOptions
+) -> g.Program:
+    """The forward graph of a model at stage 0: step fields, last_token and caches in; logits and caches out.
+
+    Raises AssertionError if the module's parameters aren't exactly `parameters`.
+    """
+    group = CacheGroup("kv", "paged", options.block_size, options.table_width)
+    fields = {f.name: f for f in step_fields((group,), config.vocab_size)}
+    step = [_step_input(fields[name]) for name in _FORWARD_FIELDS]
+    cache_shape: tuple[Dim, ...] = (
+        Affine("num_blocks"),
+        2,
+        config.num_kv_heads,
+        options.block_size,
+        config.head_dim,
+    )
+    cache_dtype = _DTYPES[options.cache_dtype]
+    caches = [_Input(f"cache.{i}", "cache", cache_dtype, cache_shape) for i in range(config.num_layers)]
+    last_token = _row_input("last_token")
+    with torch.device("meta"):
+        module = family.make_module(config)
+
+    def call(run: Callable[..., Any], tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        logits, written = run(
+            {field.name: tensors[field.name] for field in step},
+            tensors["last_token"],
+            [tensors[cache.name] for cache in caches],
+        )
+        return {"logits": logits} | {f"cache_out.{i}": cache for i, cache in enumerate(written)}
+
+    states = tuple(
+        g.State(cache.name, f"cache_out.{i}", "kv", options.cache_dtype, cache_shape)
+        for i, cache in enumerate(caches)
+    )
+    return _trace("forward", module, call, [*step, last_token, *caches], dict(parameters), states)
+
+
+_FORWARD_FIELDS = (
+    "token_ids",
+    "positions",
+    "query_starts",
+    "seq_lens",
+    "logit_rows",
+    "slot_mapping.kv",
+    "block_tables.kv",
+)
+
+
+def trace_sampler(variant: str, vocab_size: int) -> g.Program:
+    """The sampling graph "greedy" or "random": logits f32[num_logits, vocab] and step fields in, ids out."""
+    sampler_class, field_names = SAMPLERS[variant]
+    fields = {f.name: f for f in step_fields((), vocab_size)}
+    logits = _Input("logits", "step", torch.float32, (Affine("num_logits"), vocab_size))
+    step = [_step_input(fields[name]) for name in field_names]
+    last_token = _row_input("last_token")
+
+    def call(run: Callable[..., Any], tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        outputs = run(
+            tensors["logits"], tensors["last_token"], {field.name: tensors[field.name] for field in step}
+        )
+        return dict(zip(Sampler.OUTPUTS, outputs, strict=True))
+
+    states = (g.State("last_token", "last_token_out", "", "i32", last_token.shape),)
+    return _trace(f"sample.{variant}", sampler_class(), call, [logits, *step, last_token], {}, states)
+
+
+def _step_input(field: Field) -> _Input:
+    return _Input(field.name, "step", _DTYPES[field.dtype], tuple(_field_dim(d) for d in field.dims))
+
+
+def _row_input(name: str) -> _Input:
+    field = next(f for f in row_fields() if f.name == name)
+    return _Input(name, "rows", _DTYPES[field.dtype], tuple(_field_dim(d) for d in field.dims))
+
+
+def _field_dim(dim: int | str) -> Dim:
+    if isinstance(dim, int):
+        return dim
+    capacity, _, plus = dim.partition("+")
+    return add_dim(Affine(_CAPACITY_SYMBOLS[capacity]), int(plus or 0))
+
+
+class _Named(torch.nn.Module):
+    """A module called with the graph inputs in order, returning its outputs by name as a tuple."""
+
+    def __init__(
+        self, module: torch.nn.Module, call: Callable[..., Any], names: list[str], output_names: list[str]
+    ) -> None:
+        super().__init__()
+        self.module = module
+        self._call = call
+        self._names = names
+        self._output_names = output_names  # filled by the call: torch.export keeps positions only
+
+    def forward(self, tensors: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        outputs = self._call(self.module, dict(zip(self._names, tensors, strict=True)))
+        self._output_names[:] = outputs
+        return tuple(outputs.values())
+
+
+def _trace(
+    kind: str,
+    module: torch.nn.Module,
+    call: Callable[..., Any],
+    inputs: list[_Input],
+    parameters: dict[str, Parameter],
+    states: tuple[g.State, ...],
+) -> g.Program:
+    traced = {name: tuple(tensor.shape) for name, tensor in module.named_parameters()}
+    stated = {name: parameter.shape for name, parameter in parameters.items()}
+    assert traced == stated, f"parameters differ: {sorted(set(traced.items()) ^ set(stated.items()))[:4]}"
+
+    output_names: list[str] = []
+    named = _Named(module, call, [i.name for i in inputs], output_names)
+    used = {d.symbol for i in inputs for d in i.shape if isinstance(d, Affine)}
+    symbols = {
+        name: torch.export.Dim(name, min=g.SYMBOLS[name].minimum, max=_MAX_SIZES.get(name, 1 << 20))
+        for name in sorted(used)
+    }
+    module.requires_grad_(False)  # autograd's bookkeeping is half the time of a trace
+    with torch.no_grad():
+        exported = torch.export.export(
+            named,
+            ([i.example() for i in inputs],),
+            dynamic_shapes=([i.dynamic_shape(symbols) for i in inputs],),
+            strict=False,
+        )
+    signature = exported.graph_signature
+    translator = NodeTranslator()
+    remaining = iter(inputs)
+    for node in exported.graph.nodes:
+        if node.op != "placeholder":
+            continue
+        if node.name in signature.inputs_to_parameters:
+            name = signature.inputs_to_parameters[node.name].removeprefix("module.")
+            translator.add_input(node, name, "parameter", parameters[name].shape)
+        else:
+            stated_input = next(remaining)
+            translator.add_input(node, stated_input.name, stated_input.kind, stated_input.shape)
+    assert next(remaining, None) is None
+    graph = translator.translate(exported.graph, output_names, kind)
+    unused = [n for n in parameters if not any(v.name == n and v.uses() for v in graph.inputs)]
+    assert not unused, f"parameters nothing reads: {unused[:4]}"
+    model = ir.Model(graph, ir_version=g.IR_VERSION, producer_name="castiron")
+    return g.Program(kind, model, parameters, states)

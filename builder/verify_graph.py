@@ -1,0 +1,126 @@
+"""What must hold of a program after every pass; a violation is our own mistake, named with the stage."""
+
+from collections.abc import Iterable
+
+import onnx_ir as ir
+import torch
+
+from castiron.builder import graph as g
+from castiron.builder.dims import evaluate_dim
+from castiron.builder.interpreter import knows_op, run_node
+from castiron.models.ops import STATES
+
+# distinct primes: a dimension mixed up with another shows
+_SIZES = {"num_tokens": 23, "num_seqs": 11, "num_logits": 5, "num_blocks": 31, "max_rows": 47}
+_DTYPES = {
+    ir.DataType.FLOAT: torch.float32,
+    ir.DataType.FLOAT16: torch.float16,
+    ir.DataType.INT8: torch.int8,
+    ir.DataType.INT32: torch.int32,
+    ir.DataType.INT64: torch.int64,
+    ir.DataType.UINT64: torch.uint64,
+}
+
+
+class GraphError(AssertionError):
+    """A program that breaks a rule; the message names the stage and the node or value."""
+
+
+def verify_graph(program: g.Program, stage: str) -> None:
+    """Check names, order, shapes, states and parameters. Raises GraphError."""
+    try:
+        _check_values(program)
+        _check_states(program)
+        _check_parameters(program)
+    except (AssertionError, RuntimeError, ValueError, KeyError, IndexError, TypeError) as error:
+        raise GraphError(f"after {stage}: {error}") from error
+
+
+def _check_values(program: g.Program) -> None:
+    """SSA and topological order; every op known; shapes and types as the op's own rule gives them."""
+    known: dict[ir.Value, torch.Tensor | tuple[int, ...]] = {}
+    names: set[str] = set()
+
+    def define(value: ir.Value, content: torch.Tensor | tuple[int, ...]) -> None:
+        assert value.name, "a value has no name"
+        assert value.name not in names, f"two values are named {value.name}"
+        names.add(value.name)
+        known[value] = content
+
+    for value in program.graph.inputs:
+        define(value, _meta_tensor(value))
+    for value in program.graph.initializers.values():
+        define(value, g.constant_ints(value))
+    for node in program.graph:
+        assert knows_op(node), f"{node.name} is {node.domain}.{node.op_type}, which has no reference"
+        for used in node.inputs:
+            assert used is None or used in known, f"{node.name} reads {used.name if used else ''} too early"
+        try:
+            results = run_node(node, [None if v is None else known[v] for v in node.inputs], shapes_only=True)
+        except (AssertionError, RuntimeError, IndexError, ValueError) as error:
+            raise AssertionError(f"{node.name} ({node.op_type}): {error}") from error
+        assert len(results) == len(node.outputs), f"{node.name} has {len(node.outputs)} outputs"
+        for value, result in zip(node.outputs, results, strict=True):
+            assert value.producer() is node, f"{value.name} isn't made by {node.name}"
+            stated = _meta_tensor(value)
+            assert stated.shape == result.shape and stated.dtype == result.dtype, (
+                f"{value.name} is stated as {stated.dtype} {tuple(stated.shape)}, "
+                f"{node.op_type} makes {result.dtype} {tuple(result.shape)}"
+            )
+            define(value, stated)
+    for value in program.graph.outputs:
+        assert value in known, f"output {value.name} isn't made"
+        assert value.producer() is not None, f"output {value.name} is an input"
+
+
+def _check_states(program: g.Program) -> None:
+    """Each version is written over once at most, no version is read after the next is written, the last is
+    output.
+    """
+    newest = {_input(program, state.name): state for state in program.states}
+    stale: dict[ir.Value, str] = {}  # versions written over -> by which node
+    for node in program.graph:
+        for value in node.inputs:
+            if value in stale:
+                raise AssertionError(f"{node.name} reads {value.name} after {stale[value]} wrote over it")
+        rule = STATES.get(node.op_type) if node.domain == g.DOMAIN else None
+        if rule is None:
+            leaked = [
+                v.name for v in node.inputs if v in newest and node.op_type in (*g.VIEW_OPS, "Add", "Mul")
+            ]
+            assert not leaked, f"{node.name} copies or views the state {leaked}"
+            continue
+        read, written = g.input_of(node, rule[0]), node.outputs[rule[1]]
+        assert read in newest, f"{node.name} writes {read.name}, which isn't a state's newest version"
+        newest[written] = newest.pop(read)
+        stale[read] = str(node.name)
+    outputs = {g.name_of(value): value for value in program.graph.outputs}
+    for value, state in newest.items():
+        assert outputs.get(state.output) is value, (
+            f"output {state.output} isn't the last version of {state.name}"
+        )
+
+
+def _check_parameters(program: g.Program) -> None:
+    values = {g.name_of(value): value for value in program.inputs_of_kind("parameter")}
+    assert values.keys() == program.parameters.keys(), (
+        f"parameters and inputs differ: {sorted(values.keys() ^ program.parameters.keys())[:4]}"
+    )
+    for name, parameter in program.parameters.items():
+        assert parameter.name == name, f"{parameter.name} is kept as {name}"
+        assert g.shape_of(values[name]) == parameter.shape, f"{name}: shapes differ"
+        if parameter.constant is None:
+            rows = sum(part.row_stop - part.row_start for part in parameter.parts)
+            assert rows == parameter.shape[0], f"{name}: parts give {rows} of {parameter.shape[0]} rows"
+
+
+def _input(program: g.Program, name: str) -> ir.Value:
+    matches: Iterable[ir.Value] = (v for v in program.graph.inputs if v.name == name)
+    value = next(iter(matches), None)
+    assert value is not None, f"no input {name}"
+    return value
+
+
+def _meta_tensor(value: ir.Value) -> torch.Tensor:
+    sizes = [evaluate_dim(dim, _SIZES) for dim in g.shape_of(value)]
+    return torch.empty(sizes, dtype=_DTYPES[g.dtype_of(value)], device="meta")

@@ -1,0 +1,118 @@
+"""bench-engine: how fast an engine decodes and prefills (offline), and how fast it starts (startup)."""
+
+import argparse
+import sys
+
+from castiron.runtime.errors import EXIT_USAGE, InputError
+from castiron.server.command_line import (
+    OneLineParser,
+    add_engine_options,
+    parse,
+    positive_int,
+    positive_int_list,
+    run_command,
+)
+
+_LATER = ("serving", "tune", "check")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = OneLineParser(prog="bench-engine", description=__doc__, allow_abbrev=False)
+    commands = parser.add_subparsers(dest="command", required=True, parser_class=OneLineParser)
+
+    offline = commands.add_parser(
+        "offline", help="decode and prefill speed, whole batches", allow_abbrev=False
+    )
+    offline.add_argument("engine", metavar="ENGINE")
+    offline.add_argument(
+        "--batch", type=positive_int_list, default=(1, 8, 16), metavar="N,…", help="default 1,8,16"
+    )
+    offline.add_argument(
+        "--prompt-len", type=positive_int, default=128, metavar="N", help="tokens (default 128)"
+    )
+    offline.add_argument(
+        "--output-len", type=positive_int, default=64, metavar="N", help="tokens (default 64)"
+    )
+    offline.add_argument("--seed", type=int, default=0, help="of the random prompts (default 0)")
+
+    startup = commands.add_parser(
+        "startup", help="process start to first token, peak memory", allow_abbrev=False
+    )
+    startup.add_argument("engine", metavar="ENGINE")
+    startup.add_argument(
+        "--prompt-len", type=positive_int, default=16, metavar="N", help="tokens (default 16)"
+    )
+
+    for command in (offline, startup):
+        command.add_argument("--repeats", type=positive_int, default=5, metavar="N", help="default 5")
+        command.add_argument("--json", metavar="FILE", help="write a snapshot of the measurement")
+        add_engine_options(command)
+    return parser
+
+
+def _run_offline(args: argparse.Namespace) -> int:
+    from castiron.perf.offline import OfflineCase, measure_offline, offline_table
+    from castiron.runtime.llm_engine import LLMEngine
+    from castiron.server.engine_arguments import engine_options
+
+    if args.seed < 0:
+        raise InputError(f"--seed is {args.seed}, expected 0 or more")
+    case = OfflineCase(args.batch, args.prompt_len, args.output_len, args.repeats, args.seed)
+    with LLMEngine.load(args.engine, engine_options(args)) as engine:
+        metrics = measure_offline(engine, case)
+    print(offline_table(metrics))
+    _write(args, metrics)
+    return 0
+
+
+def _run_startup(args: argparse.Namespace) -> int:
+    from castiron.perf.startup import measure_startup, startup_table
+    from castiron.runtime.engine_file import EngineFile
+
+    with EngineFile.open(args.engine) as engine:
+        vocab_size = engine.manifest.model.vocab_size
+    prompt_ids = [(7 * index + 5) % vocab_size for index in range(args.prompt_len)]
+    flags = []
+    for flag, value in (
+        ("--kv-memory", args.kv_memory),
+        ("--threads", args.threads),
+        ("--max-seqs", args.max_seqs),
+        ("--max-seq-len", args.max_seq_len),
+    ):
+        if value is not None:
+            flags += [flag, str(value)]
+    metrics = measure_startup(args.engine, args.repeats, prompt_ids, flags)
+    print(startup_table(metrics))
+    _write(args, metrics)
+    return 0
+
+
+def _write(args: argparse.Namespace, metrics: dict[str, object]) -> None:
+    if args.json is None:
+        return
+    from castiron.perf.snapshot import take_snapshot, write_snapshot
+    from castiron.runtime.engine_file import EngineFile
+
+    with EngineFile.open(args.engine) as engine:
+        manifest = engine.manifest
+    write_snapshot(args.json, take_snapshot(manifest, args.argv, metrics))
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command; returns its exit code."""
+    argv = sys.argv[1:] if argv is None else argv
+    if argv and argv[0] in _LATER:
+        print(
+            f"bench-engine: {argv[0]} is not there yet in this version, expected offline or startup",
+            file=sys.stderr,
+        )
+        return EXIT_USAGE
+    args = parse(_parser(), argv)
+    if isinstance(args, int):
+        return args
+    args.argv = argv
+    return run_command("bench-engine", _run_offline if args.command == "offline" else _run_startup, args)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,273 @@
+"""The "n16" weight layout of the CPU kernels: one for all levels, the checkpoint's bits only permuted.
+
+A weight [n, k] is cut into panels of 16 rows (the last one padded with zero rows), stored one after another.
+Dense panels, k outermost:
+    f32, f16   [k][16 rows]
+    bf16       [ceil(k / 2)][16 rows][2 k]         odd k padded with zero
+Quantized panels are a sequence of blocks along k, the checkpoint's blocks of the 16 rows taken together, so a
+panel has exactly 16 rows' bytes. Scales come first, then the code planes of each 32 k:
+    q4_0       f16 scale[16]                       nibbles[4][16][4]
+    q4_1       f16 scale[16], f16 minimum[16]      nibbles[4][16][4]
+    q5_0       f16 scale[16]                       nibbles[4][16][4], high1[16][4]
+    q5_1       f16 scale[16], f16 minimum[16]      nibbles[4][16][4], high1[16][4]
+    q8_0       f16 scale[16]                       bytes[8][16][4] (signed)
+    q4_k       f16 d[16], f16 dmin[16], scales[12][16]       8 x nibbles[4][16][4]
+    q5_k       f16 d[16], f16 dmin[16], scales[12][16]       8 x (nibbles[4][16][4], high1[16][4])
+    q6_k       f16 d[16], i8 scales[16][16]                  8 x (nibbles[4][16][4], high2[2][16][4])
+The 32 k are 8 groups of 4 (the last index above), so 64 bytes hold 4 consecutive k of 16 rows, the operand of
+the byte dot products of AVX2, AVX-512 VNNI and AMX:
+    nibbles[p]   low half: group p, high half: group p + 4
+    high1        bit g is the fifth bit of group g's code
+    high2[p]     bits 2f, 2f + 1 are the upper bits of group 4p + f's code
+    bytes[g]     group g
+The 12 scale bytes of q4_k and q5_k keep the checkpoint's 6-bit packing. GGUF block formats: ggml-common.h and
+ggml-quants.c of ggml.
+"""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from castiron.models.schemes import SCHEMES
+
+LAYOUT = "n16"
+PANEL_ROWS = 16
+_BLOCK_32 = 32  # k covered by one set of code planes
+_STRIP_BYTES = 1 << 18  # packed at a time
+
+# bytes of a checkpoint block's parts, in its order
+_BLOCK_PARTS: dict[str, tuple[tuple[str, int], ...]] = {
+    "q4_0": (("scale", 2), ("nibbles", 16)),
+    "q4_1": (("scale", 2), ("minimum", 2), ("nibbles", 16)),
+    "q5_0": (("scale", 2), ("high1", 4), ("nibbles", 16)),
+    "q5_1": (("scale", 2), ("minimum", 2), ("high1", 4), ("nibbles", 16)),
+    "q8_0": (("scale", 2), ("bytes", 32)),
+    "q4_k": (("scale", 2), ("minimum", 2), ("scales", 12), ("nibbles", 128)),
+    "q5_k": (("scale", 2), ("minimum", 2), ("scales", 12), ("high1", 32), ("nibbles", 128)),
+    "q6_k": (("nibbles", 128), ("high2", 64), ("scales", 16), ("scale", 2)),
+}
+_HEADER_PARTS = ("scale", "minimum", "scales")  # in the packed block's order
+_PLANE_PARTS = ("nibbles", "high1", "high2", "bytes")
+
+
+def row_bytes(scheme: str, k: int) -> int:
+    """Bytes of one checkpoint row of k elements. Raises ValueError if k isn't a multiple of the block."""
+    record = SCHEMES[scheme]
+    if k < 1 or k % record.block_size:
+        raise ValueError(f"{scheme} row has {k} elements, expected a positive multiple of {record.block_size}")
+    return k // record.block_size * record.block_bytes
+
+
+def packed_bytes(scheme: str, n: int, k: int) -> int:
+    """Bytes of a weight [n, k] packed as n16. Raises ValueError for a k the scheme can't hold."""
+    padded_k = k + k % 2 if scheme == "bf16" else k
+    return -(-n // PANEL_ROWS) * PANEL_ROWS * row_bytes(scheme, padded_k)
+
+
+def pack(scheme: str, rows: np.ndarray, k: int) -> np.ndarray:
+    """Pack checkpoint rows, uint8 [r, row_bytes], into n16, a new flat uint8 array of packed_bytes(scheme, r, k).
+
+    The last panel is padded with zero rows: packs of row slices that start at multiples of 16 concatenate to
+    the pack of the whole. Raises ValueError for a wrong dtype or shape.
+    """
+    expected = row_bytes(scheme, k)
+    if rows.dtype != np.uint8 or rows.ndim != 2 or rows.shape[1] != expected:
+        raise ValueError(f"{scheme} rows are {rows.dtype} {rows.shape}, expected uint8 [r, {expected}]")
+    packed = np.empty(packed_bytes(scheme, rows.shape[0], k), np.uint8)
+    pack_strip = _pack_blocks if SCHEMES[scheme].is_quantized else _pack_dense
+    for first, last, strip in _strips(scheme, rows.shape[0], k, packed):
+        part = np.ascontiguousarray(rows[first:last])
+        if part.shape[0] % PANEL_ROWS:
+            part = np.concatenate([part, np.zeros((-part.shape[0] % PANEL_ROWS, expected), np.uint8)])
+        pack_strip(scheme, part, strip, k)
+    return packed
+
+
+def unpack(scheme: str, packed: np.ndarray, n: int, k: int) -> np.ndarray:
+    """The checkpoint rows, uint8 [n, row_bytes], of a weight packed as n16: exactly what was packed.
+
+    Raises ValueError for a wrong dtype or size.
+    """
+    expected = packed_bytes(scheme, n, k)
+    if packed.dtype != np.uint8 or packed.size != expected:
+        raise ValueError(f"packed {scheme} is {packed.dtype} of {packed.size} bytes, expected uint8 of {expected}")
+    rows = np.empty((n, row_bytes(scheme, k)), np.uint8)
+    unpack_strip = _unpack_blocks if SCHEMES[scheme].is_quantized else _unpack_dense
+    for first, last, strip in _strips(scheme, n, k, np.ascontiguousarray(packed).reshape(-1)):
+        rows[first:last] = unpack_strip(scheme, strip, k)[: last - first]
+    return rows
+
+
+def _strips(scheme: str, n: int, k: int, packed: np.ndarray) -> Iterator[tuple[int, int, np.ndarray]]:
+    """Runs of whole panels small enough for the processor's cache: first row, last row (excluded), packed bytes."""
+    panel_bytes = packed_bytes(scheme, PANEL_ROWS, k)
+    panels_per_strip = max(1, _STRIP_BYTES // panel_bytes)
+    for panel in range(0, -(-n // PANEL_ROWS), panels_per_strip):
+        last = min(n, (panel + panels_per_strip) * PANEL_ROWS)
+        yield panel * PANEL_ROWS, last, packed[panel * panel_bytes : (panel + panels_per_strip) * panel_bytes]
+
+
+def _pack_blocks(scheme: str, rows: np.ndarray, packed: np.ndarray, k: int) -> None:
+    block_bytes = SCHEMES[scheme].block_bytes
+    blocks = rows.reshape(-1, PANEL_ROWS, k // SCHEMES[scheme].block_size, block_bytes)
+    fields = _packed_fields(scheme, packed.reshape(blocks.shape[0], blocks.shape[2], PANEL_ROWS * block_bytes))
+    start = 0
+    for name, num_bytes in _BLOCK_PARTS[scheme]:
+        part = np.ascontiguousarray(blocks[..., start : start + num_bytes])  # [panels, 16, blocks, num_bytes]
+        start += num_bytes
+        if name == "scales":
+            fields[name][...] = part.transpose(0, 2, 3, 1)
+        elif name in _HEADER_PARTS:
+            fields[name][...] = part.view("<u2")[..., 0].swapaxes(1, 2)
+        else:
+            words = _regroup(scheme, name, part).view("<u4").reshape(*part.shape[:3], *fields[name].shape[2:4])
+            fields[name][...] = words.transpose(0, 2, 3, 4, 1)
+
+
+def _unpack_blocks(scheme: str, packed: np.ndarray, k: int) -> np.ndarray:
+    block_bytes = SCHEMES[scheme].block_bytes
+    num_blocks = k // SCHEMES[scheme].block_size
+    packed = packed.reshape(-1, num_blocks, PANEL_ROWS * block_bytes)
+    blocks = np.empty((packed.shape[0], PANEL_ROWS, num_blocks, block_bytes), np.uint8)
+    fields = _packed_fields(scheme, packed)
+    start = 0
+    for name, num_bytes in _BLOCK_PARTS[scheme]:
+        part = blocks[..., start : start + num_bytes]
+        start += num_bytes
+        if name == "scales":
+            part[...] = fields[name].transpose(0, 3, 1, 2)
+        elif name in _HEADER_PARTS:
+            part[...] = np.ascontiguousarray(fields[name].swapaxes(1, 2))[..., None].view(np.uint8)
+        else:
+            words = np.ascontiguousarray(fields[name].transpose(0, 4, 1, 2, 3))
+            part[...] = _ungroup(scheme, name, words.view(np.uint8).reshape(part.shape))
+    return blocks.reshape(packed.shape[0] * PANEL_ROWS, -1)
+
+
+def _pack_dense(scheme: str, rows: np.ndarray, packed: np.ndarray, k: int) -> None:
+    values = rows.view(f"<u{SCHEMES[scheme].block_bytes}").reshape(-1, PANEL_ROWS, k)
+    if scheme == "bf16":
+        values = np.pad(values, ((0, 0), (0, 0), (0, k % 2))).view("<u4")
+    panels = packed.view(values.dtype).reshape(values.shape[0], -1, PANEL_ROWS)
+    panels[...] = values.swapaxes(1, 2)
+
+
+def _unpack_dense(scheme: str, packed: np.ndarray, k: int) -> np.ndarray:
+    dtype = "<u4" if scheme == "bf16" else f"<u{SCHEMES[scheme].block_bytes}"
+    num_panels = packed.size // packed_bytes(scheme, PANEL_ROWS, k)
+    values = np.ascontiguousarray(packed.view(dtype).reshape(num_panels, -1, PANEL_ROWS).swapaxes(1, 2))
+    return values.view(np.uint8).reshape(num_panels * PANEL_ROWS, -1)[:, : row_bytes(scheme, k)]
+
+
+def _packed_fields(scheme: str, packed: np.ndarray) -> dict[str, np.ndarray]:
+    """Views of the parts of packed blocks, uint8 [panels, blocks, bytes].
+
+    scale and minimum: u16 [panels, blocks, 16]; scales: u8 [panels, blocks, count, 16]; planes: u32 (4 k of a
+    row) [panels, blocks, subblocks, planes, 16].
+    """
+    parts = dict(_BLOCK_PARTS[scheme])
+    fields = {}
+    start = 0
+    for name in _HEADER_PARTS:
+        if name in parts:
+            field = packed[..., start : start + PANEL_ROWS * parts[name]]
+            start += PANEL_ROWS * parts[name]
+            fields[name] = field.reshape(*packed.shape[:2], -1, PANEL_ROWS) if name == "scales" else field.view("<u2")
+    num_subblocks = SCHEMES[scheme].block_size // _BLOCK_32
+    words = packed[..., start:].view("<u4").reshape(*packed.shape[:2], num_subblocks, -1, PANEL_ROWS)
+    start = 0
+    for name in _PLANE_PARTS:
+        if name in parts:
+            num_planes = parts[name] // num_subblocks // 4
+            fields[name] = words[..., start : start + num_planes, :]
+            start += num_planes
+    return fields
+
+
+def _rotate_bits(words: np.ndarray, steps: int) -> np.ndarray:
+    """Each bit of a u32 moves from index e to e rotated right by `steps` of its 5 binary digits."""
+    low, high = _rotation_tables()[steps]
+    return low[words & 0xFFFF] | high[words >> 16]
+
+
+def _rotation_tables() -> dict[int, tuple[np.ndarray, np.ndarray]]:
+    if not _ROTATIONS:
+        halves = np.arange(1 << 16, dtype=np.uint32)
+        for steps in (2, 3):
+            tables = []
+            for first in (0, 16):
+                table = np.zeros(1 << 16, np.uint32)
+                for bit in range(16):
+                    index = first + bit
+                    target = (index >> steps | index << (5 - steps)) & 31
+                    table |= (halves >> bit & 1) << np.uint32(target)
+                tables.append(table)
+            _ROTATIONS[steps] = (tables[0], tables[1])
+    return _ROTATIONS
+
+
+_ROTATIONS: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+
+
+def _regroup(scheme: str, name: str, part: np.ndarray) -> np.ndarray:
+    """Code bytes of a block [..., bytes], checkpoint order to plane order: subblocks, planes, 4 k."""
+    lead = part.shape[:-1]
+    if SCHEMES[scheme].block_size == _BLOCK_32:
+        return _rotate_bits(part.view("<u4"), 2).view(np.uint8) if name == "high1" else part
+    if name == "nibbles":
+        low, high = part & 0x0F, part >> 4
+        if scheme == "q6_k":  # halves of 128: low nibbles are subblocks 0 and 1, high ones 2 and 3
+            shape = (*lead, 2, 1, 2, 32)
+            codes = np.concatenate([low.reshape(shape), high.reshape(shape)], axis=-3)
+        else:  # low nibbles of 32 bytes are an even subblock, high ones the odd one
+            codes = np.stack([low.reshape(*lead, 4, 32), high.reshape(*lead, 4, 32)], axis=-2)
+        codes = codes.reshape(*lead, 8, 2, 16)
+        return (codes[..., 0, :] | codes[..., 1, :] << 4).reshape(*lead, -1)
+    if name == "high1":  # byte l, bit s -> subblock s, byte l % 4, bit l // 4
+        groups = np.ascontiguousarray(part.reshape(*lead, 8, 4).swapaxes(-1, -2)).view("<u8")  # [..., 4, 1]
+        return _transpose_bits(groups).view(np.uint8).reshape(*lead, 4, 8).swapaxes(-1, -2).reshape(*lead, -1)
+    # high2: half h, byte 16p + 4f + j, field q -> subblock 4h + q, plane p, byte j, field f
+    fields = np.ascontiguousarray(part.reshape(*lead, 2, 2, 4, 4).swapaxes(-1, -2)).view("<u4")
+    bytes_ = _transpose_pairs(fields).view(np.uint8).reshape(*lead, 2, 2, 4, 4)  # [..., h, p, j, q]
+    return np.ascontiguousarray(np.moveaxis(bytes_, -1, -3)).reshape(*lead, -1)  # [..., h, q, p, j]
+
+
+def _ungroup(scheme: str, name: str, codes: np.ndarray) -> np.ndarray:
+    """The inverse of _regroup."""
+    lead = codes.shape[:-1]
+    if SCHEMES[scheme].block_size == _BLOCK_32:
+        return _rotate_bits(codes.view("<u4"), 3).view(np.uint8) if name == "high1" else codes
+    if name == "nibbles":
+        pairs = codes.reshape(*lead, 8, 16)
+        elements = np.concatenate([pairs & 0x0F, pairs >> 4], axis=-1)  # [..., 8, 32]
+        if scheme == "q6_k":
+            halves = elements.reshape(*lead, 2, 2, 64)
+            return (halves[..., 0, :] | halves[..., 1, :] << 4).reshape(*lead, -1)
+        halves = elements.reshape(*lead, 4, 2, 32)
+        return (halves[..., 0, :] | halves[..., 1, :] << 4).reshape(*lead, -1)
+    if name == "high1":
+        groups = np.ascontiguousarray(codes.reshape(*lead, 8, 4).swapaxes(-1, -2)).view("<u8")
+        return _transpose_bits(groups).view(np.uint8).reshape(*lead, 4, 8).swapaxes(-1, -2).reshape(*lead, -1)
+    bytes_ = np.ascontiguousarray(np.moveaxis(codes.reshape(*lead, 2, 4, 2, 4), -3, -1)).view("<u4")
+    fields = _transpose_pairs(bytes_).view(np.uint8).reshape(*lead, 2, 2, 4, 4)  # [..., h, p, j, f]
+    return fields.swapaxes(-1, -2).reshape(*lead, -1)
+
+
+def _swap(words: np.ndarray, mask: int, shift: int) -> np.ndarray:
+    """Exchange the bits under `mask` with those `shift` above (a delta swap, Hacker's Delight 7-3)."""
+    word = words.dtype.type
+    moved = (words ^ words >> word(shift)) & word(mask)
+    return words ^ moved ^ moved << word(shift)
+
+
+def _transpose_bits(words: np.ndarray) -> np.ndarray:
+    """Each u64 as an 8 x 8 bit matrix, transposed: bit 8a + b moves to 8b + a."""
+    words = _swap(words, 0x00AA00AA00AA00AA, 7)
+    words = _swap(words, 0x0000CCCC0000CCCC, 14)
+    return _swap(words, 0x00000000F0F0F0F0, 28)
+
+
+def _transpose_pairs(words: np.ndarray) -> np.ndarray:
+    """Each u32 as a 4 x 4 matrix of 2-bit fields, transposed."""
+    words = _swap(words, 0x00CC00CC, 6)
+    return _swap(words, 0x0000F0F0, 12)

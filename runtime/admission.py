@@ -1,0 +1,59 @@
+"""Whether a request can be served at all, checked before it is sent to the engine loop or queued in it."""
+
+import numpy as np
+
+from castiron.runtime.engine_info import EngineInfo
+from castiron.runtime.errors import RequestError
+from castiron.runtime.messages import AddRequest
+from castiron.runtime.plan_table import RANDOM
+
+
+def validate_request(request: AddRequest, info: EngineInfo) -> None:
+    """Raise RequestError (got, allowed, the field) unless this engine can finish the request.
+
+    A request that passes can always run, if need be alone: admission never waits for what can't come.
+    """
+    sampling = request.sampling
+    num_prompt_tokens = len(request.prompt_token_ids)
+    if num_prompt_tokens == 0:
+        raise RequestError("the prompt is empty, expected at least one token", "prompt")
+    sampling.validate()
+    # lengths before contents: an oversized prompt is refused without looking at its tokens
+    if num_prompt_tokens + sampling.max_tokens > info.max_seq_len:
+        raise RequestError(
+            f"the prompt has {num_prompt_tokens} tokens and max_tokens is {sampling.max_tokens}, together "
+            f"{num_prompt_tokens + sampling.max_tokens}; this engine allows {info.max_seq_len}: shorten the "
+            f"prompt or lower max_tokens",
+            "prompt" if num_prompt_tokens >= info.max_seq_len else "max_tokens",
+        )
+    _check_token_ids(request.prompt_token_ids, info.vocab_size, "prompt")
+    if sampling.stop_token_ids:
+        _check_token_ids(sampling.stop_token_ids, info.vocab_size, "stop_token_ids")
+    if sampling.min_tokens > 0:
+        raise RequestError(
+            f"min_tokens is {sampling.min_tokens}, this engine has no logit bias to keep it: leave it at 0",
+            "min_tokens",
+        )
+    if sampling.temperature > 0 and RANDOM not in info.sample_variants:
+        raise RequestError(
+            f"temperature is {sampling.temperature}, this engine samples greedily only: set it to 0",
+            "temperature",
+        )
+
+
+def _check_token_ids(token_ids: tuple[int, ...], vocab_size: int, param: str) -> None:
+    try:
+        array = np.array(token_ids)
+    except ValueError:  # nested
+        array = np.empty(0)
+    if array.dtype.kind in "iu" and array.ndim == 1:
+        bad = array[(array < 0) | (array >= vocab_size)]
+        if len(bad) == 0:
+            return
+        got = f"token id {bad[0]}"
+    else:  # text, floats, booleans, integers past 64 bits
+        got = next(
+            (f"token id {t!r:.40}" for t in token_ids if type(t) is not int or not 0 <= t < vocab_size),
+            "something other than token ids",
+        )
+    raise RequestError(f"{param} has {got}, expected integers from 0 to {vocab_size - 1}", param)

@@ -1,0 +1,44 @@
+"""What a loaded engine tells its front: fixed facts and running counts."""
+
+import msgspec
+
+
+class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """A loaded engine's facts; the same in process and over the wire."""
+
+    model_name: str
+    family: str
+    vocab_size: int
+    max_seq_len: int  # tokens a sequence may have, prompt and output; also what fits in the cache
+    max_seqs: int
+    max_batched_tokens: int
+    block_size: int  # tokens of a cache block
+    num_blocks: int
+    bos_token_id: int | None
+    eos_token_ids: tuple[int, ...]
+    generation_defaults: dict[str, float]
+    compute: str  # "f32", "bf16", "int8"
+    cache_dtype: str
+    target_level: str
+    num_threads: int
+    row_stable: bool
+    sample_variants: tuple[str, ...]  # "greedy", "random"
+    timings: dict[str, float]  # load_plan_s, device_init_s, load_weights_s, build_graphs_s
+    warnings: tuple[str, ...] = ()
+
+
+class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
+    """Counts at one moment; the num_* below the line only ever rise, so rates are differences over time."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_blocks: int = 0
+    num_free_blocks: int = 0
+    # since the engine was loaded
+    num_steps: int = 0
+    num_prompt_tokens: int = 0  # computed; again after a preemption
+    num_generated_tokens: int = 0
+    num_finished: int = 0
+    num_aborted: int = 0
+    num_preemptions: int = 0
+    busy_s: float = 0.0  # seconds inside steps

@@ -1,0 +1,97 @@
+"""inspect-engine: show what an engine file holds, extract its graph, or compare it with another."""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from castiron.runtime.command_line import OneLineParser, run_command
+from castiron.runtime.diff_engines import Difference, diff_engines
+from castiron.runtime.engine_file import EngineFile
+from castiron.runtime.engine_summary import read_report, summarize
+from castiron.runtime.errors import EXIT_FAILED, InputError, WorkFailedError
+from castiron.runtime.summary_text import difference_lines, summary_lines, tactic_lines
+
+GRAPH_MEMBER = "graph.onnx"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Exit code: 0 done (--diff: equal), 1 --diff found some, 2 usage or not an engine, 3 other version."""
+    return run_command(_parser(), argv, _inspect)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = OneLineParser(prog="inspect-engine", description=__doc__, allow_abbrev=False)
+    parser.add_argument("engine", metavar="ENGINE", help="engine file made by build-engine")
+    parser.add_argument("--json", action="store_true", help="print one JSON object with everything")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--graph", metavar="OUT.onnx", help="write the ONNX graph to this file")
+    what.add_argument(
+        "--diff", metavar="OTHER", help="show what differs from this engine; exit 1 if anything does"
+    )
+    what.add_argument(
+        "--tactics", action="store_true", help="show the kernels chosen and what else was possible"
+    )
+    return parser
+
+
+def _inspect(args: argparse.Namespace) -> int:
+    with EngineFile.open(args.engine) as engine_file:
+        if args.graph is not None:
+            return _write_graph(engine_file, Path(args.graph), args.json)
+        if args.diff is not None:
+            with EngineFile.open(args.diff) as other:
+                return _show_differences(diff_engines(engine_file, other), args.json)
+        summary = summarize(engine_file)
+        if args.tactics:
+            tactics = {"kernels": summary["kernels"], "tactics": _tactics(read_report(engine_file))}
+            _print(tactics if args.json else tactic_lines(summary, tactics["tactics"]))
+        else:
+            _print(summary if args.json else summary_lines(summary))
+    return 0
+
+
+def _tactics(report: Any) -> list[Any]:
+    tactics = report.get("tactics", []) if isinstance(report, dict) else []
+    return tactics if isinstance(tactics, list) else []
+
+
+def _show_differences(differences: list[Difference], as_json: bool) -> int:
+    if as_json:
+        _print({"equal": not differences, "differences": msgspec.to_builtins(differences)})
+    else:
+        _print(difference_lines(differences))
+    return EXIT_FAILED if differences else 0
+
+
+def _write_graph(engine_file: EngineFile, out: Path, as_json: bool) -> int:
+    """Extract the graph, whole or not at all."""
+    data = engine_file.member(GRAPH_MEMBER)
+    if not out.parent.is_dir():
+        raise InputError(f"output folder {out.parent} does not exist: create it first")
+    if out.is_dir():
+        raise InputError(f"output {out} is a folder, expected a file name ending in .onnx")
+    if out.exists() and out.samefile(engine_file.path):
+        raise InputError(f"output {out} is the engine itself, expected another file name")
+    temporary = out.with_name(f".{out.name}.partial")
+    try:
+        temporary.write_bytes(data)
+        temporary.replace(out)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise WorkFailedError(f"cannot write {out} ({len(data)} bytes): {error.strerror}") from error
+    _print({"graph": str(out), "bytes": len(data)} if as_json else [f"{out}: {len(data)} bytes"])
+    return 0
+
+
+def _print(result: dict[str, Any] | list[str]) -> None:
+    if isinstance(result, dict):
+        print(msgspec.json.format(msgspec.json.encode(result), indent=1).decode())
+    else:
+        print("\n".join(result))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,245 @@
+"""The engine loop: token ids in, token ids out, one step at a time."""
+
+import os
+import time
+from collections.abc import Iterable, Iterator
+from types import TracebackType
+
+import numpy as np
+
+from castiron.runtime.admission import validate_request
+from castiron.runtime.block_manager import BlockManager
+from castiron.runtime.devices.base import Device
+from castiron.runtime.engine_info import EngineInfo, EngineStats
+from castiron.runtime.engine_options import EngineOptions, ServingLimits
+from castiron.runtime.errors import RequestError
+from castiron.runtime.manifest import Manifest
+from castiron.runtime.messages import AddRequest, RequestOutput, TokenLogprobs
+from castiron.runtime.plan_table import GREEDY, RANDOM, PlanTable
+from castiron.runtime.row_table import RowTable
+from castiron.runtime.scheduler import ScheduledStep, Scheduler
+from castiron.runtime.sequence import Sequence
+from castiron.runtime.step_builder import fill_step
+
+
+class LLMEngine:
+    """One engine on one device, with the requests it is serving. Not for several threads at once."""
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        device: Device,
+        limits: ServingLimits,
+        *,
+        num_threads: int = 1,
+        load_plan_s: float = 0.0,
+    ) -> None:
+        """Serve with a loaded device; its caches may lower `limits.max_seq_len` (see EngineInfo.warnings)."""
+        groups = device.header.cache_groups
+        max_cached_tokens = min(device.num_blocks[group.name] * group.block_size for group in groups)
+        max_seq_len = min(limits.max_seq_len, max_cached_tokens)
+        warnings: tuple[str, ...] = ()
+        if max_seq_len < limits.max_seq_len:
+            warnings = (
+                f"the KV cache holds {max_cached_tokens} tokens, so sequences are limited to {max_seq_len} "
+                f"tokens instead of {limits.max_seq_len}: raise the KV memory to allow more",
+            )
+        self.device = device
+        self.rows = RowTable(limits.max_seqs, max_seq_len)
+        self.blocks = BlockManager(groups, device.num_blocks, limits.max_seqs)
+        self.plans = PlanTable(device.header, limits)
+        self.scheduler = Scheduler(self.rows, self.blocks, limits.max_batched_tokens)
+        self.timings = {"load_plan_s": load_plan_s, **device.timings}
+        self.info = EngineInfo(
+            model_name=manifest.model.name,
+            family=manifest.model.family,
+            vocab_size=manifest.model.vocab_size,
+            max_seq_len=max_seq_len,
+            max_seqs=limits.max_seqs,
+            max_batched_tokens=limits.max_batched_tokens,
+            block_size=groups[0].block_size,
+            num_blocks=self.blocks.num_blocks,
+            bos_token_id=manifest.model.bos_token_id,
+            eos_token_ids=manifest.model.eos_token_ids,
+            generation_defaults=manifest.model.generation_defaults,
+            compute=manifest.quantization.compute,
+            cache_dtype=manifest.quantization.cache_dtype,
+            target_level=manifest.target.level,
+            num_threads=num_threads,
+            row_stable=manifest.row_stable,
+            sample_variants=self.plans.variants,
+            timings=self.timings,
+            warnings=warnings,
+        )
+        self._early_outputs: list[RequestOutput] = []  # of requests that ended between steps
+        self._num_arrivals = 0
+        self._num_steps = 0
+        self._num_prompt_tokens = 0
+        self._num_generated_tokens = 0
+        self._num_finished = 0
+        self._num_aborted = 0
+        self._busy_s = 0.0
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], options: EngineOptions | None = None) -> "LLMEngine":
+        """The engine file at `path` on the device it was built for.
+
+        Raises InputError for options or a file that can't be read, EngineFormatError for a damaged file and
+        EngineTargetError if this machine can't run it.
+        """
+        # imported here: only an engine on a real device needs a device's library
+        from castiron.runtime.load_engine import load_engine
+
+        loaded = load_engine(path, options or EngineOptions())
+        return cls(
+            loaded.manifest,
+            loaded.device,
+            loaded.limits,
+            num_threads=loaded.num_threads,
+            load_plan_s=loaded.load_plan_s,
+        )
+
+    def __enter__(self) -> "LLMEngine":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Free the device; the engine can't be used afterwards."""
+        self.device.close()
+
+    def validate(self, request: AddRequest) -> None:
+        """Raise RequestError unless the request can be served; changes nothing."""
+        validate_request(request, self.info)
+
+    def add_request(self, request: AddRequest) -> None:
+        """Queue a request. Raises RequestError if it can't be served or its id is in use."""
+        self.validate(request)
+        if request.request_id in self.scheduler:
+            raise RequestError(
+                f"request_id {request.request_id!r} is in use, expected a new one", "request_id"
+            )
+        sequence = Sequence.from_request(request, self._num_arrivals, self.info.eos_token_ids)
+        self._num_arrivals += 1
+        self.scheduler.add(sequence)
+
+    def abort(self, request_id: str) -> bool:
+        """End a request; its last output comes from the next step. False if no such request is unfinished."""
+        if self.scheduler.remove(request_id) is None:
+            return False
+        self._num_aborted += 1
+        self._early_outputs.append(RequestOutput(request_id, (), finish_reason="abort"))
+        return True
+
+    def has_unfinished(self) -> bool:
+        """Whether `step` has something to do or to report."""
+        return bool(self._early_outputs) or self.scheduler.has_unfinished()
+
+    def step(self) -> list[RequestOutput]:
+        """Compute one step; what it produced, one output for each request that got a token or ended.
+
+        Raises WorkFailedError if the device failed: the engine is lost then.
+        """
+        outputs, self._early_outputs = self._early_outputs, []
+        step = self.scheduler.schedule()
+        if step is not None:
+            sampled = self._run(step)
+            if step.sampled:
+                outputs += self._append_tokens(step, sampled)
+        return outputs
+
+    def generate(self, requests: Iterable[AddRequest]) -> Iterator[RequestOutput]:
+        """Add all requests and step until they are done; leaving early aborts the rest.
+
+        Raises RequestError before anything runs if one can't be served.
+        """
+        unfinished: set[str] = set()
+        try:
+            for request in requests:
+                self.add_request(request)
+                unfinished.add(request.request_id)
+            while unfinished:
+                for output in self.step():
+                    if output.finish_reason is not None:
+                        unfinished.discard(output.request_id)
+                    yield output
+        finally:
+            for request_id in unfinished:
+                self.abort(request_id)
+            # nobody is left to be told of these aborts
+            self._early_outputs = [o for o in self._early_outputs if o.request_id not in unfinished]
+
+    def stats(self) -> EngineStats:
+        """Counts as of now."""
+        return EngineStats(
+            num_running=self.scheduler.num_running,
+            num_waiting=self.scheduler.num_waiting,
+            num_blocks=self.blocks.num_blocks,
+            num_free_blocks=self.blocks.num_free_blocks,
+            num_steps=self._num_steps,
+            num_prompt_tokens=self._num_prompt_tokens,
+            num_generated_tokens=self._num_generated_tokens,
+            num_finished=self._num_finished,
+            num_aborted=self._num_aborted,
+            num_preemptions=self.scheduler.num_preemptions,
+            busy_s=self._busy_s,
+        )
+
+    def _run(self, step: ScheduledStep) -> dict[str, np.ndarray]:
+        """Launch the step's plans and wait; the device's outputs, one entry for each of `step.sampled`."""
+        start_s = time.perf_counter()
+        counts = step.input.counts
+        num_tokens = int(counts.sum())
+        forward = self.plans.choose_forward(
+            num_tokens, len(counts), max(1, len(step.sampled)), int(counts.max())
+        )
+        sample = None
+        if step.sampled:
+            is_greedy = not self.rows.temperature[step.input.sample_rows].any()
+            sample = self.plans.sample_of(forward, GREEDY if is_greedy else RANDOM)
+        fill_step(self.device.step_views(forward), step.input, self.rows, self.blocks, self._num_steps)
+        self.device.launch(forward, sample)
+        sampled = self.device.wait()
+        self._num_steps += 1
+        self._num_prompt_tokens += num_tokens - step.num_decoding
+        self._busy_s += time.perf_counter() - start_s
+        return sampled
+
+    def _append_tokens(self, step: ScheduledStep, sampled: dict[str, np.ndarray]) -> list[RequestOutput]:
+        """Give each sampled sequence its token; finished ones leave."""
+        outputs = []
+        token_ids = sampled["sampled_token_ids"][: len(step.sampled)].tolist()
+        for index, (sequence, token_id) in enumerate(zip(step.sampled, token_ids, strict=True)):
+            self.rows.token_ids[sequence.row, sequence.num_tokens] = token_id
+            finish_reason = sequence.append(token_id)
+            logprobs: tuple[TokenLogprobs, ...] = ()
+            if sequence.sampling.logprobs is not None:
+                logprobs = (_token_logprobs(sampled, index, sequence.sampling.logprobs),)
+            outputs.append(
+                RequestOutput(
+                    sequence.request_id,
+                    (token_id,),
+                    logprobs,
+                    finish_reason,
+                    token_id if finish_reason == "stop" else None,
+                )
+            )
+            if finish_reason is not None:
+                self.scheduler.remove(sequence.request_id)
+                self._num_finished += 1
+        self._num_generated_tokens += len(token_ids)
+        return outputs
+
+
+def _token_logprobs(sampled: dict[str, np.ndarray], index: int, num_logprobs: int) -> TokenLogprobs:
+    return TokenLogprobs(
+        sampled=float(sampled["sampled_logprobs"][index]),
+        top_token_ids=tuple(sampled["top_token_ids"][index, :num_logprobs].tolist()),
+        top_logprobs=tuple(sampled["top_logprobs"][index, :num_logprobs].tolist()),
+    )

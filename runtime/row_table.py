@@ -1,0 +1,58 @@
+"""What each running request brings to a step, one row a request, as arrays the step builder gathers from."""
+
+from collections import deque
+
+import numpy as np
+
+from castiron.runtime.sampling_params import SamplingParams
+from castiron.runtime.sequence import Sequence
+
+SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "min_p", "seed", "num_logprobs")  # named as step_abi's
+
+
+class RowTable:
+    """Rows 0 .. max_rows - 1: token ids and sampling parameters. A row belongs to one running sequence.
+
+    Row r here, in the block tables and in the device's memory class `rows` is the same row.
+    """
+
+    def __init__(self, max_rows: int, max_seq_len: int) -> None:
+        self.max_rows = max_rows
+        self.token_ids = np.zeros(
+            (max_rows, max_seq_len), np.int32
+        )  # pages that are never written cost nothing
+        self.prompt_lens = np.zeros(max_rows, np.int32)
+        self.temperature = np.zeros(max_rows, np.float32)
+        self.top_k = np.zeros(max_rows, np.int32)
+        self.top_p = np.ones(max_rows, np.float32)
+        self.min_p = np.zeros(max_rows, np.float32)
+        self.seed = np.zeros(max_rows, np.uint64)
+        self.num_logprobs = np.full(max_rows, -1, np.int32)
+        self._free = deque(range(max_rows))
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def admit(self, sequence: Sequence) -> int:
+        """Give the sequence a row holding all its tokens; one must be free."""
+        row = self.acquire(sequence.prompt_token_ids + tuple(sequence.output_token_ids))
+        sampling: SamplingParams = sequence.sampling
+        self.prompt_lens[row] = len(sequence.prompt_token_ids)
+        self.temperature[row] = sampling.temperature
+        self.top_k[row] = sampling.top_k
+        self.top_p[row] = sampling.top_p
+        self.min_p[row] = sampling.min_p
+        self.seed[row] = sequence.seed
+        self.num_logprobs[row] = -1 if sampling.logprobs is None else sampling.logprobs
+        return row
+
+    def acquire(self, token_ids: tuple[int, ...]) -> int:
+        """Take a free row for these tokens, without sampling parameters."""
+        row = self._free.popleft()
+        self.token_ids[row, : len(token_ids)] = token_ids
+        return row
+
+    def release(self, row: int) -> None:
+        assert row not in self._free
+        self._free.append(row)

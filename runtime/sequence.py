@@ -1,0 +1,54 @@
+"""One request inside the engine loop: its tokens so far and how far they are computed."""
+
+import os
+from dataclasses import dataclass, field
+
+from castiron.runtime.messages import AddRequest
+from castiron.runtime.sampling_params import SamplingParams
+
+
+@dataclass(eq=False, slots=True)
+class Sequence:
+    """A request's tokens: prompt, then output. Of these the first `num_computed_tokens` are in the cache."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    order: tuple[int, int]  # (priority, arrival): lower runs first and is preempted last
+    seed: int
+    stop_token_ids: frozenset[int]  # EOS included unless it is ignored
+    num_tokens: int  # prompt and output
+    output_token_ids: list[int] = field(default_factory=list)
+    row: int = -1  # -1 = waiting
+    num_computed_tokens: int = 0
+    num_scheduled_tokens: int = 0  # in the step being put together
+
+    @classmethod
+    def from_request(cls, request: AddRequest, arrival: int, eos_token_ids: tuple[int, ...]) -> "Sequence":
+        """Admit a validated request; without a seed one is drawn."""
+        sampling = request.sampling
+        eos = () if sampling.ignore_eos else eos_token_ids
+        return cls(
+            request_id=request.request_id,
+            prompt_token_ids=request.prompt_token_ids,
+            sampling=sampling,
+            order=(request.priority, arrival),
+            seed=int.from_bytes(os.urandom(8), "little") if sampling.seed is None else sampling.seed,
+            stop_token_ids=frozenset(eos) | frozenset(sampling.stop_token_ids),
+            num_tokens=len(request.prompt_token_ids),
+        )
+
+    @property
+    def num_remaining_tokens(self) -> int:
+        """Known tokens that aren't computed."""
+        return self.num_tokens - self.num_computed_tokens
+
+    def append(self, token_id: int) -> str | None:
+        """Add a sampled token; the finish reason if it was the last one."""
+        self.output_token_ids.append(token_id)
+        self.num_tokens += 1
+        if token_id in self.stop_token_ids:
+            return "stop"
+        if len(self.output_token_ids) >= self.sampling.max_tokens:
+            return "length"  # never past max_seq_len: prompt + max_tokens was checked at admission
+        return None

@@ -1,0 +1,103 @@
+"""Fills a step's block: from rows and token ranges to every field of the step ABI, in whole arrays."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from castiron.runtime.block_manager import BlockManager
+from castiron.runtime.row_table import SAMPLING_FIELDS, RowTable
+from castiron.runtime.step_abi import HEADER_FIELDS, HEADER_WORDS
+
+_NEUTRAL = {  # per logit row: fields no request can set yet, and all of them where nothing is sampled
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "mask_rows": -1,
+}
+_NEUTRAL_SAMPLING = {
+    "sample_rows": -1,
+    "temperature": 0.0,
+    "top_k": 0,
+    "top_p": 1.0,
+    "min_p": 0.0,
+    "seed": 0,
+    "num_logprobs": -1,
+    "output_position": 0,
+}
+
+
+@dataclass(frozen=True)
+class StepInput:
+    """What a step computes. Sequence i is row `rows[i]`, tokens starts[i] .. starts[i] + counts[i] - 1."""
+
+    rows: np.ndarray  # int32 [num_seqs]
+    starts: np.ndarray  # int32 [num_seqs], tokens in the cache before the step
+    counts: np.ndarray  # int32 [num_seqs], >= 1
+    logit_tokens: np.ndarray  # int32 [num_logits], index among the step's tokens; may be empty
+    sample_rows: np.ndarray  # int32, one a logit token, or empty: nothing is sampled
+
+
+def fill_step(
+    views: dict[str, np.ndarray], step: StepInput, rows: RowTable, blocks: BlockManager, step_index: int
+) -> int:
+    """Write every live field of `views` (step_abi names, undefined contents); returns the logit rows filled.
+
+    The rows must own blocks for the tokens of the step. A step that wants no logits gets one row, the last
+    token's, which is not sampled: live counts are never 0.
+    """
+    num_seqs = len(step.rows)
+    query_starts = views["query_starts"]
+    query_starts[0] = 0
+    np.cumsum(step.counts, out=query_starts[1 : num_seqs + 1])
+    num_tokens = int(query_starts[num_seqs])
+    if num_tokens == num_seqs:  # one token each
+        max_query_len, token_rows, positions = 1, step.rows, step.starts
+    else:
+        max_query_len = int(step.counts.max())
+        token_rows = np.repeat(step.rows, step.counts)
+        positions = np.arange(num_tokens, dtype=np.int32)
+        positions -= np.repeat(query_starts[:num_seqs] - step.starts, step.counts)
+    views["positions"][:num_tokens] = positions
+    views["token_ids"][:num_tokens] = rows.token_ids[token_rows, positions]
+    views["row_ids"][:num_seqs] = step.rows
+    np.add(step.starts, step.counts, out=views["seq_lens"][:num_seqs])
+
+    for group in blocks.groups:
+        tables = group.block_tables
+        np.take(tables, step.rows, axis=0, out=views[f"block_tables.{group.name}"][:num_seqs], mode="clip")
+        places, offsets = np.divmod(positions, np.int32(group.block_size))
+        slots = views[f"slot_mapping.{group.name}"][:num_tokens]  # int64: slots may pass 2^31
+        np.multiply(tables[token_rows, places], group.block_size, out=slots, dtype=np.int64)
+        slots += offsets
+
+    num_logits = _fill_sampling(views, step, rows, positions, num_tokens)
+    header = views["header"]
+    header[:HEADER_WORDS] = 0
+    live = (num_tokens, num_seqs, num_logits, max_query_len, 0, 0, step_index & 0x7FFFFFFF, step_index >> 31)
+    header[: len(HEADER_FIELDS)] = live
+    return num_logits
+
+
+def _fill_sampling(
+    views: dict[str, np.ndarray], step: StepInput, rows: RowTable, positions: np.ndarray, num_tokens: int
+) -> int:
+    num_logits = len(step.logit_tokens)
+    if num_logits == 0:
+        num_logits = 1
+        views["logit_rows"][0] = num_tokens - 1
+    else:
+        views["logit_rows"][:num_logits] = step.logit_tokens
+    if len(step.sample_rows):
+        owners = step.sample_rows
+        views["sample_rows"][:num_logits] = owners
+        for name in SAMPLING_FIELDS:
+            np.take(getattr(rows, name), owners, out=views[name][:num_logits], mode="clip")
+        # the token after position p is output token p + 1 - prompt_len
+        views["output_position"][:num_logits] = positions[step.logit_tokens] + 1 - rows.prompt_lens[owners]
+    else:
+        for name, value in _NEUTRAL_SAMPLING.items():
+            views[name][:num_logits] = value
+    for name, value in _NEUTRAL.items():
+        views[name][:num_logits] = value
+    views["bias_starts"][: num_logits + 1] = 0
+    return num_logits

@@ -1,0 +1,95 @@
+"""What the commands share: one-line errors, argument types, engine options, exit codes."""
+
+import argparse
+import os
+import re
+import sys
+from collections.abc import Callable
+from typing import NoReturn
+
+from castiron.runtime.errors import EXIT_FAILED, EXIT_USAGE, CastironError
+
+EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells count
+EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE: the reader of our output went away
+
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """An argument parser whose errors are one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(EXIT_USAGE, f"{self.prog}: {message} (see {self.prog} --help)\n")
+
+
+def memory_bytes(text: str) -> int:
+    """Bytes of "512M", "1.5G", "2GiB" or a plain number (binary units)."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:I?B)?", text.strip().upper())
+    if match is None or float(match[1]) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size, expected for example 512M or 2G")
+    return int(float(match[1]) * _UNITS[match[2]])
+
+
+def positive_int(text: str) -> int:
+    """A whole number from 1 on."""
+    if not re.fullmatch(r"\d{1,18}", text.strip()) or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
+    return int(text)
+
+
+def positive_int_list(text: str) -> tuple[int, ...]:
+    """Whole numbers from 1 on, of "1,8,16"."""
+    return tuple(positive_int(part) for part in text.split(","))
+
+
+def token_id_list(text: str) -> tuple[int, ...]:
+    """Token ids of "1,2,3"."""
+    if not re.fullmatch(r"\s*-?\d{1,18}\s*(,\s*-?\d{1,18}\s*)*", text):
+        raise argparse.ArgumentTypeError(
+            f"{text[:40]!r} is not a list of token ids, expected for example 1,2,3"
+        )
+    return tuple(int(part) for part in text.split(","))
+
+
+def add_engine_options(parser: argparse.ArgumentParser) -> None:
+    """The options of EngineOptions, shared by the commands that load an engine."""
+    group = parser.add_argument_group("engine options (they may only lower what the engine was built for)")
+    group.add_argument(
+        "--kv-memory", type=memory_bytes, metavar="SIZE", help="memory of the KV cache, e.g. 512M"
+    )
+    group.add_argument(
+        "--threads", type=positive_int, metavar="N", help="compute threads (default: all cores)"
+    )
+    group.add_argument("--max-seqs", type=positive_int, metavar="N", help="sequences running at once")
+    group.add_argument("--max-seq-len", type=positive_int, metavar="N", help="tokens a sequence may have")
+
+
+def run_command(prog: str, work: Callable[[argparse.Namespace], int], args: argparse.Namespace) -> int:
+    """Call work(args) and turn what it raises into an exit code and one line on stderr."""
+    try:
+        code = work(args)
+        sys.stdout.flush()
+        return code
+    except CastironError as error:
+        print(f"{prog}: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # nothing more can be written, not even by the interpreter's own flush at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_BROKEN_PIPE
+    except MemoryError:
+        print(f"{prog}: out of memory: lower --kv-memory or use a machine with more", file=sys.stderr)
+        return EXIT_FAILED
+    except OSError as error:
+        print(f"{prog}: {error}", file=sys.stderr)
+        return EXIT_FAILED
+
+
+def parse(parser: argparse.ArgumentParser, argv: list[str] | None) -> argparse.Namespace | int:
+    """The arguments, or the exit code after --help or a wrong flag (whose line is printed)."""
+    try:
+        return parser.parse_args(argv)
+    except SystemExit as stop:
+        return stop.code if isinstance(stop.code, int) else EXIT_USAGE

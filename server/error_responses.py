@@ -1,0 +1,65 @@
+"""Errors as OpenAI clients expect them: {"error": {"message", "type", "param", "code"}}."""
+
+import logging
+from collections.abc import Awaitable, Callable
+
+import msgspec
+from aiohttp import web
+
+from castiron.runtime.errors import CastironError, RequestError, WorkFailedError
+from castiron.server.json_types import JsonObject
+
+_log = logging.getLogger("castiron.server")
+
+
+class ModelNotFoundError(RequestError):
+    """The request names a model that isn't served (HTTP 404)."""
+
+
+def error_object(error: Exception) -> tuple[int, JsonObject]:
+    """HTTP status and body for an exception."""
+    if isinstance(error, ModelNotFoundError):
+        return 404, _body(str(error), "invalid_request_error", "model", "model_not_found")
+    if isinstance(error, RequestError):
+        return 400, _body(str(error), "invalid_request_error", error.param, None)
+    if isinstance(error, CastironError):  # WorkFailedError: the engine process is lost or giving up
+        return 503, _body(str(error), "server_error", None, "engine_unavailable")
+    if isinstance(error, web.HTTPRequestEntityTooLarge):
+        return 413, _body(f"the request body is too large: {error.text}", "invalid_request_error", None, None)
+    if isinstance(error, web.HTTPException):
+        return error.status, _body(error.reason, "invalid_request_error", None, None)
+    return 500, _body("internal error, see the server's log", "server_error", None, "internal_error")
+
+
+def _body(message: str, kind: str, param: str | None, code: str | None) -> JsonObject:
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def json_response(body: object, status: int = 200) -> web.Response:
+    """`body` as a JSON response."""
+    return web.Response(body=msgspec.json.encode(body), status=status, content_type="application/json")
+
+
+@web.middleware
+async def error_middleware(
+    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+) -> web.StreamResponse:
+    """Every error of a handler as a JSON response; only our own mistakes are logged with a traceback."""
+    try:
+        return await handler(request)
+    except web.HTTPException as error:
+        status, body = error_object(error)
+        response = json_response(body, status)
+        if "Allow" in error.headers:
+            response.headers["Allow"] = error.headers["Allow"]
+        return response
+    except Exception as error:
+        status, body = error_object(error)
+        if status == 500:
+            _log.exception("%s %s failed", request.method, request.path)
+        return json_response(body, status)
+
+
+def engine_failure(message: str | None) -> WorkFailedError:
+    """The error of a request whose engine died under it."""
+    return WorkFailedError(message or "the engine stopped while it worked on this request: send it again")

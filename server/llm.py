@@ -1,0 +1,154 @@
+"""LLM: an engine file as a Python object, in this process."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import cast
+
+from castiron.runtime.engine_info import EngineInfo
+from castiron.runtime.engine_options import EngineOptions
+from castiron.runtime.errors import InputError, RequestError
+from castiron.runtime.llm_engine import LLMEngine
+from castiron.runtime.messages import AddRequest, TokenLogprobs
+from castiron.runtime.sampling_params import SamplingParams
+from castiron.server.generated_text import GeneratedText
+from castiron.server.json_types import JsonObject
+from castiron.server.sampling_defaults import sampling_params as default_sampling
+from castiron.server.sampling_defaults import tokens_left
+from castiron.server.stop_strings import checked_stop_strings
+from castiron.server.text_front import TextFront
+
+Prompt = str | Sequence[int]
+
+
+@dataclass(frozen=True)
+class Completion:
+    """The answer to one prompt."""
+
+    text: str
+    token_ids: tuple[int, ...]  # with the token that ended it
+    prompt_token_ids: tuple[int, ...]
+    finish_reason: str  # "stop" or "length"
+    logprobs: tuple[TokenLogprobs, ...] = field(default=(), repr=False)  # one per token, if asked for
+
+
+class LLM:
+    """One engine and its tokenizer.
+
+        with LLM("model.engine") as llm:
+            print(llm.generate(["The capital of France is"])[0].text)
+            print(llm.chat([{"role": "user", "content": "Hello"}]).text)
+
+    Not for several threads at once.
+    """
+
+    def __init__(self, engine: str | os.PathLike[str], **engine_options: int | None) -> None:
+        """`engine_options` are the fields of EngineOptions (kv_memory_bytes, num_threads, max_seqs, …).
+
+        Raises InputError for an unknown option, else as LLMEngine.load.
+        """
+        known = EngineOptions.__struct_fields__
+        for name in engine_options:
+            if name not in known:
+                raise InputError(f"unknown engine option {name!r}, expected one of {', '.join(known)}")
+        self._front = TextFront.load(engine)
+        self._engine = LLMEngine.load(engine, EngineOptions(**engine_options))
+        self._num_requests = 0
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Free the engine's memory and threads."""
+        self._engine.close()
+
+    @property
+    def info(self) -> EngineInfo:
+        """The engine's EngineInfo: limits, vocabulary size, timings."""
+        return self._engine.info
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | None = None,
+        stop: str | Sequence[str] | None = None,
+    ) -> list[Completion]:
+        """Continue raw prompts (text, or token ids), all at once, batched by the engine; in the order given.
+
+        sampling_params None: the model's generation config with 16 new tokens. Raises RequestError for a
+        prompt that can't be served, before anything runs.
+        """
+        encoded = [self._encode(prompt) for prompt in _as_list(prompts)]
+        return self._run(encoded, [sampling_params or self._defaults(16)] * len(encoded), stop)
+
+    def chat(
+        self,
+        messages: Sequence[JsonObject],
+        sampling_params: SamplingParams | None = None,
+        stop: str | Sequence[str] | None = None,
+    ) -> Completion:
+        """Answer a conversation ([{"role", "content"}, …]) through the model's chat template.
+
+        sampling_params None: the model's generation config and all the tokens that fit. Raises RequestError.
+        """
+        if not messages:
+            raise RequestError("messages is empty, expected at least one message", "messages")
+        prompt_ids = tuple(self._front.prompter.encode(list(messages)))
+        left = tokens_left(len(prompt_ids), self._engine.info.max_seq_len, None, "messages")
+        return self._run([prompt_ids], [sampling_params or self._defaults(left)], stop)[0]
+
+    def _encode(self, prompt: Prompt) -> tuple[int, ...]:
+        if isinstance(prompt, str):
+            if not prompt:
+                raise RequestError("the prompt is empty, expected some text", "prompt")
+            return tuple(self._front.tokenizer.encode_prompt(prompt))
+        return tuple(prompt)
+
+    def _defaults(self, max_tokens: int) -> SamplingParams:
+        return default_sampling(self._engine.info.generation_defaults, max_tokens=max_tokens)
+
+    def _run(
+        self,
+        prompts: Sequence[tuple[int, ...]],
+        sampling: Sequence[SamplingParams],
+        stop: str | Sequence[str] | None,
+    ) -> list[Completion]:
+        stop_strings = checked_stop_strings(stop)
+        requests = []
+        for prompt_ids, params in zip(prompts, sampling, strict=True):
+            request = AddRequest(f"llm-{self._num_requests}", prompt_ids, params)
+            self._num_requests += 1
+            self._engine.validate(request)
+            requests.append(request)
+        texts = {
+            request.request_id: GeneratedText(self._front.tokenizer, stop_strings) for request in requests
+        }
+        outputs = self._engine.generate(requests)
+        for output in outputs:
+            generated = texts[output.request_id]
+            if generated.finish_reason is not None:
+                continue  # ended by a stop string: its abort is reported too
+            if generated.add(output).finish_reason is not None and output.finish_reason is None:
+                self._engine.abort(output.request_id)
+        return [
+            Completion(
+                text=texts[request.request_id].text,
+                token_ids=tuple(texts[request.request_id].token_ids),
+                prompt_token_ids=request.prompt_token_ids,
+                finish_reason=str(texts[request.request_id].finish_reason),
+                logprobs=tuple(texts[request.request_id].logprobs),
+            )
+            for request in requests
+        ]
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt (text, or token ids) or several, as several."""
+    if isinstance(prompts, str):
+        return [prompts]
+    if prompts and isinstance(prompts[0], int):
+        return [cast(Sequence[int], prompts)]
+    return list(cast(Sequence[Prompt], prompts))

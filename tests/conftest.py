@@ -1,0 +1,67 @@
+"""Fixtures shared by all tests: real and tiny models, and engines built from them once a session."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(Path(__file__).parent))  # tests import each other's builders: `from tiny_checkpoints import …`
+
+
+def build(model: Path, engine: Path, *flags: str) -> Path:
+    """Build an engine in a process of its own, as a user would, and return its path."""
+    command = [sys.executable, "-m", "castiron.builder.cli", str(model), "-o", str(engine), *flags]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return engine
+
+
+@pytest.fixture(scope="session")
+def smollm2_gguf() -> Path:
+    """SmolLM2-135M-Instruct Q4_1, fetched once into build/models (make test does it beforehand)."""
+    from castiron.perf.demo_model import fetch
+
+    return fetch(ROOT / "build" / "models")
+
+
+@pytest.fixture(scope="session")
+def engines_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where this session's engines are built."""
+    return tmp_path_factory.mktemp("engines")
+
+
+@pytest.fixture(scope="session")
+def smollm2_engine(smollm2_gguf: Path, engines_folder: Path) -> Path:
+    """SmolLM2 with its quantized weights kept, int8 activations: what `build-engine` does by default."""
+    return build(smollm2_gguf, engines_folder / "smollm2.engine")
+
+
+@pytest.fixture(scope="session")
+def smollm2_f32_engine(smollm2_gguf: Path, engines_folder: Path) -> Path:
+    """SmolLM2 with kept weights and float32 compute."""
+    return build(smollm2_gguf, engines_folder / "smollm2-f32.engine", "--compute", "f32")
+
+
+@pytest.fixture(scope="session")
+def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random Llama in a Hugging Face folder (float32, with a small BPE tokenizer)."""
+    from tiny_checkpoints import save_tiny_checkpoint
+
+    return save_tiny_checkpoint(tmp_path_factory.mktemp("tiny") / "tiny-llama", architecture="llama")
+
+
+@pytest.fixture(scope="session")
+def tiny_engine(tiny_checkpoint: Path, engines_folder: Path) -> Path:
+    """The tiny Llama's engine, float32."""
+    return build(tiny_checkpoint, engines_folder / "tiny.engine", "--quantize", "none")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long tests last, so that a failure of the short ones shows early."""
+    items.sort(key=lambda item: item.get_closest_marker("long") is not None)
+
+
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

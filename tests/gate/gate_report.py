@@ -1,0 +1,79 @@
+"""The gate: is a low-precision engine as good as its float32 reference, position by position?
+
+Teacher-forced over many positions. Per position, regret is the reference's logprob of its own top-1 minus its
+logprob of our top-1: zero when we agree, small at near ties, so it tells harmless flips from damage.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+MAX_REGRET_BASE, MAX_REGRET_SLOPE = 0.30, 0.35
+MIN_SAME_TOP1 = 0.95
+MAX_MEAN_DELTA, MAX_P99_DELTA = 0.05, 0.50
+MIN_GREEDY_COVERAGE = 0.60
+
+
+@dataclass(frozen=True)
+class GateReport:
+    num_positions: int
+    same_top1: float  # share of positions
+    worst_regret_excess: float  # max over positions of regret - bound; <= 0 passes
+    mean_delta: float  # |logprob difference| over the reference's top 8
+    p99_delta: float
+
+    def failures(self) -> list[str]:
+        """The conditions that do not hold, in words; empty when the gate is passed."""
+        checks = (
+            (self.worst_regret_excess <= 0, f"regret exceeds its bound by {self.worst_regret_excess:.3f}"),
+            (self.same_top1 >= MIN_SAME_TOP1, f"same top-1 {self.same_top1:.3f} < {MIN_SAME_TOP1}"),
+            (self.mean_delta <= MAX_MEAN_DELTA, f"mean delta {self.mean_delta:.4f} > {MAX_MEAN_DELTA}"),
+            (self.p99_delta <= MAX_P99_DELTA, f"p99 delta {self.p99_delta:.3f} > {MAX_P99_DELTA}"),
+        )
+        return [text for holds, text in checks if not holds]
+
+
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    """Row-wise log-softmax in float64."""
+    shifted = logits.astype(np.float64) - logits.max(axis=1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
+
+
+def measure(reference: np.ndarray, ours: np.ndarray) -> GateReport:
+    """Compare logits [positions, vocab] of the reference with ours on the same inputs."""
+    assert reference.shape == ours.shape
+    reference_logprobs, our_logprobs = log_softmax(reference), log_softmax(ours)
+    rows = np.arange(len(reference))
+    best = reference_logprobs.argmax(axis=1)
+    chosen = our_logprobs.argmax(axis=1)
+    best_logprob = reference_logprobs[rows, best]
+    regret = best_logprob - reference_logprobs[rows, chosen]
+    bound = MAX_REGRET_BASE + MAX_REGRET_SLOPE * -best_logprob
+    top8 = np.argpartition(-reference_logprobs, 8, axis=1)[:, :8]
+    delta = np.abs(np.take_along_axis(reference_logprobs - our_logprobs, top8, axis=1))
+    return GateReport(
+        num_positions=len(reference),
+        same_top1=float((best == chosen).mean()),
+        worst_regret_excess=float((regret - bound).max()),
+        mean_delta=float(delta.mean()),
+        p99_delta=float(np.quantile(delta, 0.99)),
+    )
+
+
+def greedy_coverage(reference: list[list[int]], ours: list[list[int]]) -> float:
+    """Share of tokens before the first difference, over all sequences."""
+    same = total = 0
+    for expected, got in zip(reference, ours, strict=True):
+        total += len(expected)
+        for left, right in zip(expected, got, strict=False):
+            if left != right:
+                break
+            same += 1
+    return same / total
+
+
+def perplexity(logits: np.ndarray, token_ids: list[int], start: int) -> float:
+    """exp of the mean negative logprob of token_ids[start + 1:], each predicted by the position before it."""
+    logprobs = log_softmax(logits[start:-1])
+    targets = np.array(token_ids[start + 1 :])
+    return float(np.exp(-logprobs[np.arange(len(targets)), targets].mean()))

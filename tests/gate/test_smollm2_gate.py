@@ -1,0 +1,115 @@
+"""SmolLM2 against transformers on the dequantized GGUF: the gate, greedy coverage and perplexity.
+
+The reference is computed once a session (about half a minute on two cores).
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from gate_report import MIN_GREEDY_COVERAGE, greedy_coverage, measure, perplexity
+from llama_oracle import greedy, load_llama_gguf, reference_logits
+
+from castiron.runtime.engine_options import EngineOptions
+from castiron.runtime.llm_engine import LLMEngine
+from castiron.runtime.logits import forward_logits
+from castiron.runtime.messages import AddRequest
+from castiron.runtime.sampling_params import SamplingParams
+from castiron.server.tokenizer import Tokenizer
+
+ROOT = Path(__file__).parents[2]
+CHUNK = 512  # perplexity: chunks of 512 tokens, second half scored
+NUM_POSITIONS = 2048
+QUESTIONS = (
+    "What is the capital of France?",
+    "Write a haiku about rust.",
+    "Explain why the sky is blue to a child.",
+    "List three uses of a paperclip.",
+    "Translate 'good morning' into Spanish.",
+    "What is 17 plus 25?",
+    "Tell me a short story about a lighthouse keeper.",
+    "How do I boil an egg?",
+)
+GREEDY_TOKENS = 32
+
+
+@pytest.fixture(scope="module")
+def oracle(smollm2_gguf: Path):
+    return load_llama_gguf(smollm2_gguf)
+
+
+@pytest.fixture(scope="module", params=["int8", "bf16", "f32"])
+def engine(request: pytest.FixtureRequest, smollm2_gguf: Path, engines_folder: Path) -> Iterator[LLMEngine]:
+    name = {"int8": "smollm2_engine", "f32": "smollm2_f32_engine"}.get(request.param)
+    if name is not None:
+        path = request.getfixturevalue(name)
+    else:
+        from conftest import build
+
+        path = build(smollm2_gguf, engines_folder / "smollm2-bf16.engine", "--quantize", "none", "--compute", "bf16")
+    with LLMEngine.load(path, EngineOptions()) as loaded:
+        yield loaded
+
+
+@pytest.fixture(scope="module")
+def tokenizer(smollm2_engine: Path) -> Tokenizer:
+    return Tokenizer.from_engine(smollm2_engine)
+
+
+@pytest.fixture(scope="module")
+def text_ids(tokenizer: Tokenizer) -> list[int]:
+    """The repository's LICENSE as token ids, at least NUM_POSITIONS of them."""
+    ids = tokenizer.encode((ROOT / "LICENSE").read_text())
+    assert len(ids) >= NUM_POSITIONS
+    return ids
+
+
+@pytest.fixture(scope="module")
+def chunks(text_ids: list[int]) -> list[list[int]]:
+    return [text_ids[i : i + CHUNK] for i in range(0, NUM_POSITIONS, CHUNK)]
+
+
+@pytest.fixture(scope="module")
+def expected(oracle, chunks: list[list[int]]) -> list[np.ndarray]:
+    return [reference_logits(oracle, chunk) for chunk in chunks]
+
+
+@pytest.fixture(scope="module")
+def prompts(tokenizer: Tokenizer) -> list[list[int]]:
+    return [tokenizer.encode_chat([{"role": "user", "content": question}]) for question in QUESTIONS]
+
+
+@pytest.fixture(scope="module")
+def expected_greedy(oracle, prompts: list[list[int]]) -> list[list[int]]:
+    return [greedy(oracle, prompt, GREEDY_TOKENS) for prompt in prompts]
+
+
+def test_gate_holds_teacher_forced_with_all_chunks_in_one_batch(engine, chunks, expected):
+    ours = np.concatenate(forward_logits(engine, chunks))
+    report = measure(np.concatenate(expected), ours)
+    assert report.num_positions >= 2000
+    assert not report.failures(), (report.failures(), report)
+
+
+def test_gate_holds_token_by_token(engine, chunks, expected):
+    first = chunks[0][:128]
+    ours = forward_logits(engine, [first], chunk=1)[0]
+    report = measure(expected[0][:128], ours)
+    assert not report.failures(), (report.failures(), report)
+
+
+def test_perplexity_is_within_one_percent(engine, chunks, expected):
+    ours = forward_logits(engine, chunks)
+    want = np.mean([np.log(perplexity(e, c, CHUNK // 2)) for e, c in zip(expected, chunks, strict=True)])
+    got = np.mean([np.log(perplexity(o, c, CHUNK // 2)) for o, c in zip(ours, chunks, strict=True)])
+    assert abs(np.exp(got - want) - 1) <= 0.01
+
+
+def test_concurrent_greedy_generation_covers_the_reference(engine, prompts, expected_greedy):
+    sampling = SamplingParams(max_tokens=GREEDY_TOKENS, ignore_eos=True)
+    requests = [AddRequest(str(i), tuple(p), sampling) for i, p in enumerate(prompts)]
+    ours: dict[str, list[int]] = {request.request_id: [] for request in requests}
+    for output in engine.generate(requests):
+        ours[output.request_id] += output.new_token_ids
+    assert greedy_coverage(expected_greedy, [ours[str(i)] for i in range(len(prompts))]) >= MIN_GREEDY_COVERAGE
