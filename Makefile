@@ -5,6 +5,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 MODEL := build/models/SmolLM2-135M-Instruct.Q4_1.gguf
+FOLDERS := builder configs models perf plugins_cpu plugins_cuda runtime server
 PIP_INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 .PHONY: demo test test-all lint format wheel clean
@@ -22,8 +23,12 @@ lint: $(VENV)/.dev-extra
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/clang-format --dry-run --Werror $$(git ls-files '*.cpp' '*.h')
-	$(BIN)/mypy --strict -p castiron.runtime -p castiron.builder
-	$(BIN)/mypy -p castiron.server -p castiron.models -p castiron.plugins_cpu -p castiron.configs -p castiron.perf
+	@mkdir -p build/types/castiron # mypy doesn't see the editable install's folder map: show it the package as links
+	@ln -sfn $(CURDIR)/castiron/__init__.py build/types/castiron/__init__.py
+	@ln -sfn $(CURDIR)/castiron/py.typed build/types/castiron/py.typed
+	@for folder in $(FOLDERS); do ln -sfn $(CURDIR)/$$folder build/types/castiron/$$folder; done
+	MYPYPATH=build/types $(BIN)/mypy --strict -p castiron.runtime -p castiron.builder
+	MYPYPATH=build/types $(BIN)/mypy -p castiron.server -p castiron.models -p castiron.plugins_cpu -p castiron.configs -p castiron.perf
 
 format: $(VENV)/.dev-extra
 	$(BIN)/ruff check --fix .

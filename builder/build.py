@@ -10,8 +10,8 @@ from typing import Any
 from castiron.builder.background import Background
 from castiron.builder.checkpoint import Checkpoint
 from castiron.builder.choose_schemes import cache_dtype, choose_schemes
-from castiron.builder.dummy_tensors import dummy_tensors
 from castiron.builder.describe_build import describe_plan_text, size_text
+from castiron.builder.dummy_tensors import dummy_tensors
 from castiron.builder.golden import MEMBER as GOLDEN_MEMBER
 from castiron.builder.golden import compute_golden, golden_cases, why_no_golden
 from castiron.builder.graph import Program
@@ -28,8 +28,8 @@ from castiron.builder.pipeline import PassResult, optimize
 from castiron.builder.plan.buckets import MIXED
 from castiron.builder.plan.planner import PlannedEngine, plan_engine
 from castiron.builder.plan.weights import WeightsLayout, layout_weights
-from castiron.builder.quantization_error import relative_error
 from castiron.builder.profile import resolve_profile
+from castiron.builder.quantization_error import relative_error
 from castiron.builder.report import MEMBER as REPORT_MEMBER
 from castiron.builder.report import encode_report, make_report, scheme_sizes
 from castiron.builder.targets import Target, resolve_target

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from safetensors.numpy import save
 
 from castiron.builder.graph import Program
 from castiron.builder.interpreter import run
 from castiron.builder.parameters import Parameter
 from castiron.builder.plan.weights import parameter_bytes
+from castiron.builder.safetensors_writer import encode_safetensors
 from castiron.runtime.step_abi import Bucket, CacheGroup
 
 MEMBER = "golden.safetensors"
@@ -87,7 +87,7 @@ def compute_golden(
         tensors[f"case.{index}.logit_ids"] = ids
         tensors[f"case.{index}.logits"] = np.take_along_axis(own, ids, axis=1)
         tensors[f"case.{index}.logsumexp"] = _logsumexp(own)
-    return save(tensors, metadata={"num_cases": str(len(cases)), "compute": compute})
+    return encode_safetensors(tensors, {"num_cases": str(len(cases)), "compute": compute})
 
 
 def _inputs(program: Program, cases: list[Case], group: CacheGroup) -> dict[str, torch.Tensor]:

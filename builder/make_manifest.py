@@ -1,8 +1,8 @@
 """engine.json from what the build decided."""
 
-import dataclasses
 import importlib.metadata
 
+import msgspec
 import numpy as np
 
 import castiron
@@ -41,7 +41,7 @@ def model_info(
     return ModelInfo(
         name=checkpoint.name,
         family=model.family.name,
-        config=dataclasses.asdict(config),
+        config=msgspec.json.decode(msgspec.json.encode(config)),  # plain JSON data
         vocab_size=config.vocab_size,
         max_seq_len=max_seq_len,
         num_parameters=sum(int(np.prod(p.shape)) for p in parameters.values() if p.constant is None),

@@ -1,5 +1,6 @@
 """How much memory an engine will take, computed from its plan, against what this machine has."""
 
+import contextlib
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,10 +54,8 @@ def check_fits(needs: MemoryNeeds, machine_bytes: int | None) -> None:
 def machine_memory_bytes() -> int | None:
     """Memory of this machine, or of the container it runs in if that is less; None if unknown."""
     sizes = []
-    try:
+    with contextlib.suppress(ValueError, OSError):
         sizes.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-    except (ValueError, OSError):
-        pass
     for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         try:
             text = Path(path).read_text(encoding="ascii").strip()

@@ -1,6 +1,5 @@
 """Weights into the engine file: recipes run slice by slice, packed in their layout, streamed to the writer."""
 
-import json
 from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
@@ -10,12 +9,13 @@ from castiron.builder.checkpoint.parameter_data import read_parameter_rows
 from castiron.builder.dummy_tensors import dummy_tensor
 from castiron.builder.parameters import Parameter
 from castiron.builder.plan.weights import WeightsLayout, parameter_bytes
+from castiron.builder.safetensors_writer import encode_header
 from castiron.plugins_cpu.layouts import PANEL_ROWS, pack, row_bytes
 from castiron.runtime.dummy_weights import dummy_chunks
 from castiron.runtime.engine_file_writer import EngineFileWriter
 from castiron.runtime.errors import WorkFailedError
 from castiron.runtime.manifest import WeightsFile
-from castiron.runtime.zip_format import MEMBER_ALIGNMENT, WEIGHTS_ALIGNMENT
+from castiron.runtime.zip_format import WEIGHTS_ALIGNMENT
 
 WEIGHTS_MEMBER = "weights/model-00001.safetensors"
 SLICE_BYTES = 64 << 20  # of checkpoint rows held at a time
@@ -67,8 +67,11 @@ def write_weights(
     `weights`, from 0 on. Raises WorkFailedError if the weights are too many for one file.
     """
     ordered = sorted(parameters, key=lambda parameter: layout.places[parameter.name][0])
-    header = _safetensors_header(ordered, layout)
-    num_bytes = sum(layout.places[parameter.name][1] for parameter in ordered)
+    places = {parameter.name: layout.places[parameter.name] for parameter in ordered}
+    header = encode_header(
+        {name: ("U8", (size,), start, start + size) for name, (start, size) in places.items()}
+    )
+    num_bytes = sum(size for _, size in places.values())
     if num_bytes > MAX_WEIGHTS_BYTES:
         raise WorkFailedError(
             f"the weights need {num_bytes} bytes, one engine file holds up to {MAX_WEIGHTS_BYTES}: "
@@ -83,21 +86,6 @@ def write_weights(
             writer.write(chunk)
             written += chunk.nbytes
         assert written == parameter_bytes(parameter), f"{parameter.name}: {written} bytes were packed"
-        writer.write(bytes(layout.places[parameter.name][1] - written))
+        writer.write(bytes(places[parameter.name][1] - written))
     writer.end()
     return WeightsFile(WEIGHTS_MEMBER, data_offset=len(header), data_bytes=num_bytes, weights_offset=0)
-
-
-def _safetensors_header(parameters: list[Parameter], layout: WeightsLayout) -> bytes:
-    """Length and JSON, padded with spaces so that the data begins at a multiple of MEMBER_ALIGNMENT."""
-    tensors: dict[str, object] = {}
-    for parameter in parameters:
-        start, num_bytes = layout.places[parameter.name]
-        tensors[parameter.name] = {
-            "dtype": "U8",
-            "shape": [num_bytes],
-            "data_offsets": [start, start + num_bytes],
-        }
-    text = json.dumps(tensors, separators=(",", ":")).encode()
-    text += b" " * (-(8 + len(text)) % MEMBER_ALIGNMENT)
-    return len(text).to_bytes(8, "little") + text

@@ -26,8 +26,8 @@ def make_report(
 ) -> dict[str, Any]:
     """The report as JSON data."""
     header = planned.header
-    return {
-        "passes": [msgspec.to_builtins(result) for result in passes],
+    report = {
+        "passes": passes,
         "kernels": {
             name: {"op": use.op, "launches": use.launches, "refused": use.refused}
             for name, use in planned.kernels.items()
@@ -36,7 +36,7 @@ def make_report(
             plan.name: {
                 "records": plan.records_count,
                 "barriers": planned.barriers[plan.name],
-                "bucket": msgspec.to_builtins(plan.bucket),
+                "bucket": plan.bucket,
                 "arena_bytes_unshared": planned.arena_values_bytes[plan.name],
             }
             for plan in header.plans
@@ -50,6 +50,8 @@ def make_report(
         "batch_invariant": {"asked": batch_invariant, "row_stable": True},
         "warnings": list(warnings),
     }
+    plain: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(report))
+    return plain
 
 
 def scheme_sizes(parameters: Iterable[Parameter], layout: WeightsLayout) -> dict[str, dict[str, int]]:

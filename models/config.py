@@ -137,7 +137,7 @@ class ConfigReader:
 
 
 def parse_decoder_config(
-    raw: Mapping[str, Any], reader: ConfigReader, *, qkv_bias: bool, o_bias: bool, mlp_bias: bool
+    reader: ConfigReader, *, qkv_bias: bool, o_bias: bool, mlp_bias: bool
 ) -> ModelConfig:
     """The fields all families share; `reader` has already read the family's own. Raises CheckpointError."""
     vocab_size = reader.integer("vocab_size")

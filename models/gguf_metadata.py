@@ -20,6 +20,7 @@ _RENAMED = {
     "attention.key_length": "head_dim",
     "vocab_size": "vocab_size",
 }
+_OPTIONAL = {"attention.head_count_kv", "attention.key_length", "vocab_size"}
 _READ_OTHERWISE = {
     "attention.value_length",
     "rope.dimension_count",
@@ -63,12 +64,10 @@ def decoder_gguf_config(
     config: dict[str, Any] = {
         field: _scalar(prefix + key, keys[key]) for key, field in _RENAMED.items() if key in keys
     }
-    tokens: Sequence[str] = metadata.get("tokenizer.ggml.tokens", ())
-    if "vocab_size" not in config and len(tokens):
+    tokens = _array(metadata, "tokenizer.ggml.tokens")
+    if "vocab_size" not in config and tokens:
         config["vocab_size"] = len(tokens)
-    head_dim = config.get("head_dim")
-    if head_dim is None and config.get("num_attention_heads"):
-        head_dim = config.get("hidden_size", 0) // config["num_attention_heads"]
+    head_dim = config.get("head_dim", config["hidden_size"] // config["num_attention_heads"])
     for key in ("attention.value_length", "rope.dimension_count"):
         if key in keys and keys[key] != head_dim:
             raise CheckpointError(
@@ -95,12 +94,12 @@ def gguf_eos_token_ids(metadata: Mapping[str, Any]) -> list[int]:
         )
         if key in metadata
     ]
-    tokens = metadata.get("tokenizer.ggml.tokens", ())
-    types = metadata.get("tokenizer.ggml.token_type", ())
+    tokens = _array(metadata, "tokenizer.ggml.tokens")
+    types = _array(metadata, "tokenizer.ggml.token_type")
     ids += [
         i
         for i, (token, kind) in enumerate(zip(tokens, types, strict=False))
-        if kind == _CONTROL_TOKEN and token in _END_OF_TURN_TOKENS
+        if kind == _CONTROL_TOKEN and isinstance(token, str) and token in _END_OF_TURN_TOKENS
     ]
     return list(dict.fromkeys(ids))
 
@@ -137,6 +136,9 @@ def _rope_parameters(prefix: str, keys: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_keys(prefix: str, keys: Mapping[str, Any]) -> None:
+    missing = [key for key in _RENAMED if key not in keys and key not in _OPTIONAL]
+    if missing:
+        raise CheckpointError(f"GGUF has no {prefix}{missing[0]}, which the architecture needs")
     for key, value in keys.items():
         if key in _RENAMED or key in _READ_OTHERWISE or key in _HARMLESS:
             continue
@@ -149,12 +151,22 @@ def _check_keys(prefix: str, keys: Mapping[str, Any]) -> None:
 
 
 def _scalar(name: str, value: Any) -> Any:
-    """A per-layer array becomes its one value. Raises CheckpointError if layers differ."""
-    if isinstance(value, str | int | float):
-        return value
-    distinct = set(value)
-    if len(distinct) != 1:
-        raise CheckpointError(
-            f"GGUF says {name} = {list(value)[:8]!r}, expected the same value for every layer"
-        )
-    return distinct.pop()
+    """A positive number; a per-layer array becomes its one value. Raises CheckpointError otherwise."""
+    values = list(value) if isinstance(value, list | tuple) else [value]
+    if any(isinstance(v, bool) or not isinstance(v, int | float) or not 0 < v < 1 << 31 for v in values):
+        raise CheckpointError(f"GGUF says {name} = {_short(value)}, expected a positive number")
+    if len(set(values)) != 1:
+        raise CheckpointError(f"GGUF says {name} = {_short(value)}, expected the same value for every layer")
+    return values[0]
+
+
+def _array(metadata: Mapping[str, Any], name: str) -> Sequence[Any]:
+    value = metadata.get(name, ())
+    if not isinstance(value, list | tuple):
+        raise CheckpointError(f"GGUF says {name} = {_short(value)}, expected an array")
+    return value
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -15,7 +15,7 @@ def _parse_config(raw: Mapping[str, Any]) -> ModelConfig:
     reader = ConfigReader("llama", raw)
     attention_bias = reader.flag("attention_bias")
     return parse_decoder_config(
-        raw, reader, qkv_bias=attention_bias, o_bias=attention_bias, mlp_bias=reader.flag("mlp_bias")
+        reader, qkv_bias=attention_bias, o_bias=attention_bias, mlp_bias=reader.flag("mlp_bias")
     )
 
 

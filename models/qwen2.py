@@ -13,7 +13,7 @@ from castiron.runtime.errors import CheckpointError
 def _parse_config(raw: Mapping[str, Any]) -> ModelConfig:
     reader = ConfigReader("qwen2", raw)
     _refuse_sliding_window(reader)
-    return parse_decoder_config(raw, reader, qkv_bias=True, o_bias=False, mlp_bias=False)
+    return parse_decoder_config(reader, qkv_bias=True, o_bias=False, mlp_bias=False)
 
 
 def _refuse_sliding_window(reader: ConfigReader) -> None:

@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+from pathlib import Path
 
 from castiron.runtime.errors import EXIT_USAGE, InputError
 from castiron.server.command_line import (
@@ -50,6 +51,11 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _run(args: argparse.Namespace) -> int:
+    _check_target(args)
+    return _run_offline(args) if args.command == "offline" else _run_startup(args)
+
+
 def _run_offline(args: argparse.Namespace) -> int:
     from castiron.perf.offline import OfflineCase, measure_offline, offline_table
     from castiron.runtime.llm_engine import LLMEngine
@@ -87,6 +93,12 @@ def _run_startup(args: argparse.Namespace) -> int:
     return 0
 
 
+def _check_target(args: argparse.Namespace) -> None:
+    """Raise InputError now rather than after minutes of measuring."""
+    if args.json is not None and not Path(args.json).absolute().parent.is_dir():
+        raise InputError(f"the folder of --json {args.json} does not exist: create it or choose another")
+
+
 def _write(args: argparse.Namespace, metrics: dict[str, object]) -> None:
     if args.json is None:
         return
@@ -111,7 +123,7 @@ def main(argv: list[str] | None = None) -> int:
     if isinstance(args, int):
         return args
     args.argv = argv
-    return run_command("bench-engine", _run_offline if args.command == "offline" else _run_startup, args)
+    return run_command("bench-engine", _run, args)
 
 
 if __name__ == "__main__":

@@ -2,9 +2,9 @@
 
     python -m castiron.plugins_cpu.compile LEVEL|--all [--out DIR]
 
-The sources are read once, hashed and compiled from that snapshot, so the file's name always tells what is in
-it. Object files are kept in the cache by the hash of what they depend on: after an edit only the changed files
-are compiled. Concurrent builds need no lock: each writes temporary files and renames them into place.
+The sources are read once, hashed and compiled from that snapshot, so the file's name always tells what is
+in it. Object files are kept in the cache by the hash of what they depend on: after an edit only the changed
+files are compiled. Concurrent builds need no lock: each writes temporary files and renames them into place.
 """
 
 import argparse
@@ -41,17 +41,19 @@ COMPILE_FLAGS = (
     "-Wno-maybe-uninitialized",
 )
 LINK_FLAGS = ("-shared", "-pthread")
-# Left out where the linker or the static libraries are missing: the library works without them, but less widely.
+# Left out where the linker or the static libraries lack them: the library then runs less widely.
 PORTABLE_LINK_FLAGS = ("-static-libstdc++", "-static-libgcc", "-Wl,--exclude-libs,ALL")
 _MESSAGE_LINES = 3  # of a compiler's error that are shown
 
 
-def build_library(level: str, jobs: int | None = None, verbose: bool = False, out: Path | None = None) -> Path:
+def build_library(
+    level: str, jobs: int | None = None, verbose: bool = False, out: Path | None = None
+) -> Path:
     """Path of the kernel library of `level`, built unless it is there already.
 
-    `jobs` is how many compilers run at once (default: the processors this process may use); `out` is the folder
-    to build into, by default the cache. Raises InputError for an unknown level, WorkFailedError if there is no
-    compiler, it fails, or it doesn't know the level.
+    `jobs` is how many compilers run at once (default: the processors this process may use); `out` is the
+    folder to build into, by default the cache. Raises InputError for an unknown level, WorkFailedError if
+    there is no compiler, it fails, or it doesn't know the level.
     """
     sources = kernel_library.read_sources()
     library_hash = kernel_library.hash_sources(level, sources)
@@ -62,7 +64,8 @@ def build_library(level: str, jobs: int | None = None, verbose: bool = False, ou
             return folder / name
     if level != "generic" and platform.machine().lower() not in ("x86_64", "amd64"):
         raise WorkFailedError(
-            f"CPU level {level} needs an x86-64 compiler, this machine is {platform.machine()}: build level generic"
+            f"CPU level {level} needs an x86-64 compiler, this machine is {platform.machine()}: "
+            "build level generic"
         )
     start = time.perf_counter()
     build = _Build(level, library_hash, sources, find_compiler())
@@ -70,7 +73,9 @@ def build_library(level: str, jobs: int | None = None, verbose: bool = False, ou
         folders[-1].mkdir(parents=True, exist_ok=True)
         build.compile_and_link(folders[-1] / name, jobs or _num_processors())
     except OSError as error:
-        raise WorkFailedError(f"can't write the kernel library {folders[-1] / name}: {error.strerror}") from error
+        raise WorkFailedError(
+            f"can't write the kernel library {folders[-1] / name}: {error.strerror}"
+        ) from error
     if verbose:
         print(f"built {folders[-1] / name} in {time.perf_counter() - start:.1f} s", file=sys.stderr)
     return folders[-1] / name
@@ -116,7 +121,9 @@ class _Build:
                 (work / name).parent.mkdir(parents=True, exist_ok=True)
                 (work / name).write_bytes(data)
             # largest first: the last compiler to start should have little to do
-            units = sorted((n for n in self.sources if n.endswith(".cpp")), key=lambda n: -len(self.sources[n]))
+            units = sorted(
+                (n for n in self.sources if n.endswith(".cpp")), key=lambda n: -len(self.sources[n])
+            )
             version = self._run([*self.compiler, "--version"], work).stdout
             with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
                 futures = [pool.submit(self._compile, unit, version, work) for unit in units]
@@ -152,7 +159,7 @@ class _Build:
         if result.returncode != 0:
             result = self._run(command, work)
         if result.returncode != 0:
-            raise WorkFailedError(f"linking {target.name} failed: {_first_lines(result.stderr)}")
+            raise WorkFailedError(f"linking {target.name} failed: {_first_lines(result.stderr, only='')}")
         _publish(built, target)
 
     def _raise_compile_error(self, unit: str, message: str, work: Path) -> None:
@@ -161,8 +168,8 @@ class _Build:
         probe = self._run([*self.compiler, *self.flags, "-fsyntax-only", "empty.cpp"], work)
         if probe.returncode != 0:
             raise WorkFailedError(
-                f"the compiler {self.compiler[0]} can't build CPU level {self.level} ({_first_lines(probe.stderr)}): "
-                "use GCC 12 or Clang 16 or newer, or build level generic"
+                f"the compiler {self.compiler[0]} can't build CPU level {self.level} "
+                f"({_first_lines(probe.stderr)}): use GCC 12 or Clang 16 or newer, or build level generic"
             )
         raise WorkFailedError(f"compiling {unit} for CPU level {self.level} failed: {_first_lines(message)}")
 
@@ -170,14 +177,20 @@ class _Build:
         environment = {**os.environ, "LC_ALL": "C"}
         try:
             return subprocess.run(
-                command, cwd=work, env=environment, capture_output=True, text=True, errors="replace", check=False
+                command,
+                cwd=work,
+                env=environment,
+                capture_output=True,
+                text=True,
+                errors="replace",
+                check=False,
             )
         except OSError as error:
             raise WorkFailedError(f"can't start the compiler {command[0]}: {error.strerror}") from error
 
 
 def _publish(built: Path, target: Path) -> None:
-    """Move a finished file into place: copied beside it, synced, renamed, so it is never seen half written."""
+    """Move a finished file into place: copied beside it, synced, renamed, never seen half written."""
     handle, temporary = tempfile.mkstemp(prefix=f".{target.name}-", dir=target.parent)
     try:
         with os.fdopen(handle, "wb") as file, built.open("rb") as source:
@@ -191,17 +204,21 @@ def _publish(built: Path, target: Path) -> None:
         raise
 
 
-def _first_lines(message: str) -> str:
-    """The first error lines of a compiler's output, on one line."""
+def _first_lines(message: str, only: str = "error") -> str:
+    """The first lines of a compiler's output that contain `only`, on one line."""
     lines = [line.strip() for line in message.splitlines() if line.strip()]
-    errors = [line for line in lines if "error" in line] or lines
+    errors = [line for line in lines if only in line] or lines
     return " | ".join(errors[:_MESSAGE_LINES]) or "no message"
 
 
 def main(arguments: list[str] | None = None) -> int:
     """The command line; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m castiron.plugins_cpu.compile", description=__doc__.split("\n")[0])
-    parser.add_argument("level", nargs="?", metavar="LEVEL", help=f"one of {', '.join(kernel_library.LEVELS)}")
+    parser = argparse.ArgumentParser(
+        prog="python -m castiron.plugins_cpu.compile", description=__doc__.split("\n")[0]
+    )
+    parser.add_argument(
+        "level", nargs="?", metavar="LEVEL", help=f"one of {', '.join(kernel_library.LEVELS)}"
+    )
     parser.add_argument("--all", action="store_true", help="build every level")
     parser.add_argument("--out", type=Path, help="folder to build into (default: the cache folder)")
     options = parser.parse_args(arguments)

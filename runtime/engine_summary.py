@@ -74,6 +74,28 @@ def read_report(engine_file: EngineFile) -> Any:
     return engine_file.decode_json(REPORT_MEMBER)
 
 
+def kernel_choices(summary: dict[str, Any]) -> list[dict[str, Any]]:
+    """Each kernel with how often the plans launch it, its op and why other candidates weren't taken.
+
+    Most launched first. `summary` is that of `summarize`; what the builder's report doesn't say is left out.
+    """
+    report = summary["report"].get("kernels", {}) if isinstance(summary["report"], dict) else {}
+    choices = []
+    for name, launches in sorted(summary["kernels"].items(), key=lambda item: (-item[1], item[0])):
+        entry = report.get(name) if isinstance(report, dict) else None
+        known = entry if isinstance(entry, dict) else {}
+        refused = known.get("refused")
+        choices.append(
+            {
+                "kernel": name,
+                "launches": launches,
+                "op": str(known.get("op", "")),
+                "refused": refused if isinstance(refused, dict) else {},
+            }
+        )
+    return choices
+
+
 def _count_kernels(header: PlanHeader, records: np.ndarray) -> dict[str, int]:
     counts = Counter(header.kernels[index].name for index in records["kernel"].tolist())
     return dict(sorted(counts.items()))

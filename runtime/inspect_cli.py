@@ -10,7 +10,7 @@ import msgspec
 from castiron.runtime.command_line import OneLineParser, run_command
 from castiron.runtime.diff_engines import Difference, diff_engines
 from castiron.runtime.engine_file import EngineFile
-from castiron.runtime.engine_summary import read_report, summarize
+from castiron.runtime.engine_summary import kernel_choices, summarize
 from castiron.runtime.errors import EXIT_FAILED, InputError, WorkFailedError
 from castiron.runtime.summary_text import difference_lines, summary_lines, tactic_lines
 
@@ -46,16 +46,11 @@ def _inspect(args: argparse.Namespace) -> int:
                 return _show_differences(diff_engines(engine_file, other), args.json)
         summary = summarize(engine_file)
         if args.tactics:
-            tactics = {"kernels": summary["kernels"], "tactics": _tactics(read_report(engine_file))}
-            _print(tactics if args.json else tactic_lines(summary, tactics["tactics"]))
+            tactics = kernel_choices(summary)
+            _print({"kernels": tactics} if args.json else tactic_lines(tactics))
         else:
             _print(summary if args.json else summary_lines(summary))
     return 0
-
-
-def _tactics(report: Any) -> list[Any]:
-    tactics = report.get("tactics", []) if isinstance(report, dict) else []
-    return tactics if isinstance(tactics, list) else []
 
 
 def _show_differences(differences: list[Difference], as_json: bool) -> int:

@@ -62,14 +62,13 @@ def summary_lines(summary: dict[str, Any]) -> list[str]:
     return [one_line(line) for line in lines]
 
 
-def tactic_lines(summary: dict[str, Any], tactics: list[Any]) -> list[str]:
-    """Kernels by how often the plans launch them, then the builder's choices one a line."""
-    lines = ["launches  kernel (all plans)"]
-    for name, count in sorted(summary["kernels"].items(), key=lambda item: (-item[1], item[0])):
-        lines.append(f"{count:8}  {name}")
-    lines.append("choices (the builder's report)" if tactics else "the builder's report lists no choices")
-    for tactic in tactics:
-        lines.append("  " + _entry_text(tactic))
+def tactic_lines(choices: list[dict[str, Any]]) -> list[str]:
+    """Kernels by how often the plans launch them, each with the candidates that weren't taken."""
+    lines = ["launches  kernel (launches over all plans)"]
+    for choice in choices:
+        op = f" for {choice['op']}" if choice["op"] else ""
+        lines.append(f"{choice['launches']:8}  {choice['kernel']}{op}")
+        lines += [f"            not {name}: {reason}" for name, reason in choice["refused"].items()]
     return [one_line(line) for line in lines]
 
 

@@ -18,13 +18,13 @@ def load_weights(engine_file: EngineFile, target: np.ndarray, num_threads: int) 
     Padding between parts stays as it is (zero). Raises EngineFormatError for a damaged file.
     """
     with ThreadPoolExecutor(max(1, num_threads), thread_name_prefix="castiron-weights") as pool:
-        if engine_file.manifest.weights_source == "dummy":
+        tasks = [pool.map(lambda read: engine_file.read_into(*read), _reads(engine_file, target.data))]
+        if engine_file.manifest.weights_source == "dummy":  # the file holds computed tables only
             tensors = _dummy_tensors(engine_file, target.nbytes)
-            done = pool.map(lambda tensor: fill_dummy_weights((tensor,), target), tensors)
-        else:
-            done = pool.map(lambda read: engine_file.read_into(*read), _reads(engine_file, target.data))
-        for _ in done:  # raises what a thread raised
-            pass
+            tasks.append(pool.map(lambda tensor: fill_dummy_weights((tensor,), target), tensors))
+        for done in tasks:
+            for _ in done:  # raises what a thread raised
+                pass
 
 
 def _reads(engine_file: EngineFile, target: memoryview) -> list[tuple[int, memoryview]]:

@@ -149,6 +149,6 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt (text, or token ids) or several, as several."""
     if isinstance(prompts, str):
         return [prompts]
-    if prompts and isinstance(prompts[0], int):
+    if len(prompts) > 0 and not isinstance(prompts[0], str | Sequence):
         return [cast(Sequence[int], prompts)]
     return list(cast(Sequence[Prompt], prompts))

@@ -55,6 +55,8 @@ def _load_text(engine_path: str, prompt: str, raw: bool) -> tuple["TextFront", l
 
 def answer_once(args: argparse.Namespace) -> int:
     """Answer on stdout, speeds on stderr. Returns 0, or raises CastironError."""
+    # what the terminal can't show must not end the answer
+    sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
     text = None
     if args.prompt is not None:
         if not args.prompt:

@@ -3,11 +3,14 @@
 import os
 from collections.abc import Mapping
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 from castiron.runtime.engine_file import EngineFile
 from castiron.runtime.errors import EngineFormatError, RequestError
-from castiron.server.chat_prompt import ChatPrompter
 from castiron.server.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from castiron.server.chat_prompt import ChatPrompter
 
 
 class TextFront:
@@ -41,10 +44,12 @@ class TextFront:
         return self._template_source is not None
 
     @cached_property
-    def prompter(self) -> ChatPrompter:
+    def prompter(self) -> "ChatPrompter":
         """Raises RequestError if the engine has no chat template, EngineFormatError for a broken one."""
         if self._template_source is None:
             raise RequestError(
                 "this engine has no chat template: send a raw prompt (--raw, /v1/completions)", "messages"
             )
+        from castiron.server.chat_prompt import ChatPrompter  # brings jinja2, which raw prompts don't need
+
         return ChatPrompter(self.tokenizer, self._template_source)

@@ -29,7 +29,7 @@ _TOP_NAMES = {
     "model.norm.weight": "output_norm.weight",
     "lm_head.weight": "output.weight",
 }
-MERGES = ("h e", "l l", "he ll", "Ġ t", "hell o", "Ġt h", "Ġth e")
+MERGES = ("Ġ t", "Ġt h", "Ġth e", "h e", "l l", "he ll", "hell o")
 SPECIALS = ("<|end|>", "<|start|>")
 
 

@@ -48,7 +48,7 @@ def _hoist(program: g.Program, gather: ir.Node) -> None:
     new: list[ir.Node] = []
     for index in dict.fromkeys(_ROW_WISE[node.op_type]):
         source = g.input_of(node, index)
-        gathered = _existing_gather(source, rows, new)
+        gathered = _existing_gather(source, rows)
         if gathered is None:
             columns = g.shape_of(source)[1:]
             gathered = g.new_value(
@@ -66,7 +66,7 @@ def _hoist(program: g.Program, gather: ir.Node) -> None:
     g.replace_nodes(program, [node, gather], [*new, moved], {old_output: output})
 
 
-def _existing_gather(source: ir.Value, rows: ir.Value, new: list[ir.Node]) -> ir.Value | None:
+def _existing_gather(source: ir.Value, rows: ir.Value) -> ir.Value | None:
     for user in g.users(source):
         if (
             g.is_op(user, "gather_rows")

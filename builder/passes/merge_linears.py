@@ -28,12 +28,12 @@ def merge_linears(program: g.Program, context: PassContext) -> int:
         groups: dict[tuple[str, bool], list[ir.Node]] = defaultdict(list)
         for node in nodes:
             groups[_weight(program, node).scheme, _bias_value(node) is not None].append(node)
+        if len(groups) > 1:
+            context.note(_reason(program, groups))
         for group in groups.values():
             if len(group) > 1:
                 _merge(program, group)
                 count += len(group) - 1
-        if len(groups) > 1:
-            context.note(_reason(program, groups))
     return count
 
 
@@ -91,15 +91,12 @@ def _bias_value(node: ir.Node) -> ir.Value | None:
 
 
 def _reason(program: g.Program, groups: dict[tuple[str, bool], list[ir.Node]]) -> str:
+    """Why linears of one input stay apart: "not merged: layers.N.q.weight is q4_k, layers.N.v.weight is
+    q6_k".
+    """
     texts = []
     for (scheme, has_bias), nodes in groups.items():
         for node in nodes:
-            weight = g.input_of(node, 1).producer()
-            assert weight is None
-            name = _layer_free(str(node.inputs[1].name)) if node.inputs[1] is not None else ""
+            name = re.sub(r"\.\d+\.", ".N.", _weight(program, node).name)  # equal layers are counted together
             texts.append(f"{name} is {scheme}{' with bias' if has_bias else ''}")
     return "not merged: " + ", ".join(sorted(texts))
-
-
-def _layer_free(name: str) -> str:
-    return re.sub(r"\.\d+\.", ".N.", name)

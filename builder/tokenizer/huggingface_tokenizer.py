@@ -1,6 +1,7 @@
 """Tokenizers of Hugging Face folders: tokenizer.json as it is, validated by loading it."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,20 +29,21 @@ def read_huggingface_tokenizer(checkpoint: Checkpoint) -> TokenizerFacts:
             f"{path}: no such file: save the tokenizer with transformers (save_pretrained) first"
         )
     content = path.read_bytes()
-    try:
+    with _library_errors(path):
         tokenizer = Tokenizer.from_buffer(content)
-    except Exception as error:  # the library raises plain Exception for every kind of damage
-        raise CheckpointError(f"{path}: not a tokenizer this library reads: {_one_line(error)}") from error
+        inner = tokenizer.encode("a", add_special_tokens=False).ids
+        outer = tokenizer.encode("a", add_special_tokens=True).ids
     settings_path = folder / "tokenizer_config.json"
     settings = read_json_object(settings_path) if settings_path.is_file() else {}
-    bos = _named_id(tokenizer, settings, "bos_token")
-    if "bos_token" not in settings:
+    if "bos_token" in settings:
+        bos = _named_id(settings_path, tokenizer, "bos_token", settings)
+    else:
         bos = next(iter(_ids(checkpoint, "bos_token_id")), None)
     eos = _ids(checkpoint, "eos_token_id")
-    named_eos = _named_id(tokenizer, settings, "eos_token")
+    named_eos = _named_id(settings_path, tokenizer, "eos_token", settings)
     if not eos and named_eos is not None:
         eos = (named_eos,)
-    add_bos, add_eos = _surroundings(path, tokenizer, bos, {*eos, named_eos} - {None})
+    add_bos, add_eos = _surroundings(path, inner, outer, bos, {*eos, named_eos} - {None})
     limit = settings.get("model_max_length")
     return TokenizerFacts(
         tokenizer=tokenizer,
@@ -49,19 +51,39 @@ def read_huggingface_tokenizer(checkpoint: Checkpoint) -> TokenizerFacts:
         chat_template=_chat_template(folder, settings),
         bos_token_id=bos,
         eos_token_ids=eos,
-        pad_token_id=_named_id(tokenizer, settings, "pad_token"),
+        pad_token_id=_named_id(settings_path, tokenizer, "pad_token", settings),
         add_bos_token=add_bos,
         add_eos_token=add_eos,
         model_max_length=int(limit) if isinstance(limit, int | float) and 0 < limit < _NO_LIMIT else None,
     )
 
 
-def _named_id(tokenizer: Tokenizer, settings: dict[str, Any], name: str) -> int | None:
+@contextmanager
+def _library_errors(path: Path) -> Iterator[None]:
+    """Any failure of the tokenizers library as a CheckpointError.
+
+    It raises plain Exception for damage it notices; what it doesn't notice panics, a BaseException.
+    """
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
+        raise CheckpointError(f"{path}: not a tokenizer this library reads: {reason}") from error
+
+
+def _named_id(path: Path, tokenizer: Tokenizer, name: str, settings: dict[str, Any]) -> int | None:
     """Id of a token tokenizer_config.json names, as text or as a record with its content."""
     token = settings.get(name)
     if isinstance(token, dict):
         token = token.get("content")
-    return tokenizer.token_to_id(token) if isinstance(token, str) else None
+    if token is None:
+        return None
+    token_id = tokenizer.get_vocab(with_added_tokens=True).get(token) if isinstance(token, str) else None
+    if token_id is None and name != "pad_token":  # a padding token is never used here
+        raise CheckpointError(f"{path}: {name} is {token!r}, which isn't a token of tokenizer.json")
+    return token_id
 
 
 def _ids(checkpoint: Checkpoint, name: str) -> tuple[int, ...]:
@@ -79,11 +101,12 @@ def _ids(checkpoint: Checkpoint, name: str) -> tuple[int, ...]:
 
 
 def _surroundings(
-    path: Path, tokenizer: Tokenizer, bos: int | None, eos: Iterable[int | None]
+    path: Path, inner: list[int], outer: list[int], bos: int | None, eos: Iterable[int | None]
 ) -> tuple[bool, bool]:
-    """Whether the post-processor puts BOS before and EOS after a prompt; anything else isn't supported."""
-    inner = tokenizer.encode("a", add_special_tokens=False).ids
-    outer = tokenizer.encode("a", add_special_tokens=True).ids
+    """Whether the post-processor puts BOS before and EOS after a prompt; anything else isn't supported.
+
+    inner, outer: ids of a short text without and with what the post-processor adds.
+    """
     add_bos = bos is not None and outer[:1] == [bos] and inner[:1] != [bos]
     rest = outer[1:] if add_bos else outer
     add_eos = len(rest) == len(inner) + 1 and rest[-1] in eos
@@ -103,14 +126,17 @@ def _chat_template(folder: Path, settings: dict[str, Any]) -> str:
             raise CheckpointError(f"{path}: isn't valid UTF-8") from error
     template = settings.get("chat_template")
     if isinstance(template, list):  # several named ones
-        named = {item.get("name"): item.get("template") for item in template if isinstance(item, dict)}
-        template = named.get("default")
-    if template is not None and not isinstance(template, str):
+        named = [item for item in template if isinstance(item, dict) and item.get("name") == "default"]
+        template = named[0].get("template") if named else None
+    if template is None:
+        return ""
+    if not isinstance(template, str) or not _is_encodable(template):
         raise CheckpointError(
             f"{folder / 'tokenizer_config.json'}: chat_template is neither text nor a list of them"
         )
-    return template or ""
+    return template
 
 
-def _one_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0][:200]
+def _is_encodable(text: str) -> bool:
+    """Whether it is Unicode text; JSON can hold lone surrogates."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)

@@ -21,7 +21,7 @@ namespace {
 
 constexpr int kTile = 32;  // positions
 constexpr int kTileVecs = kTile / kVecLanes;
-constexpr int kQueryTokens = 16;  // of a unit of work
+constexpr int kQueryTokens = 32;  // of a unit of work
 constexpr int kMaxHeads = 8;      // computed together
 constexpr int kMaxRows = kQueryTokens * kMaxHeads;
 constexpr int kMaxHeadDim = 256;  // the builder refuses more
@@ -148,11 +148,11 @@ void add_values(const float *weights, const float *factors, const float *const *
     }
     for (int j = 0; j < visible; ++j) {
         const float *values = value_rows[j] + column;
-        Vec value[kColumns];
-        for (int c = 0; c < kColumns; ++c) value[c] = load(values + c * kVecLanes);
-        for (int r = 0; r < kRows; ++r) {
-            const Vec w = splat(weights[r * kTile + j]);
-            for (int c = 0; c < kColumns; ++c) sums[r][c] = fma(w, value[c], sums[r][c]);
+        Vec w[kRows];
+        for (int r = 0; r < kRows; ++r) w[r] = splat(weights[r * kTile + j]);
+        for (int c = 0; c < kColumns; ++c) {
+            const Vec value = load(values + c * kVecLanes);
+            for (int r = 0; r < kRows; ++r) sums[r][c] = fma(w[r], value, sums[r][c]);
         }
     }
     for (int r = 0; r < kRows; ++r) {

@@ -235,22 +235,35 @@ inline Vec shift_right(Vec a) {  // with the sign
 inline Vec &operator+=(Vec &a, Vec b) { return a = a + b; }
 
 // Sum and largest of the lanes, in a fixed order: halves are folded together.
+#if defined(__AVX2__)
+template <typename F>
+float fold_eight(__m256 a, F fn) {
+    __m128 b = fn(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+    b = fn(b, _mm_movehl_ps(b, b));
+    return _mm_cvtss_f32(fn(b, _mm_shuffle_ps(b, b, 1)));
+}
+#if defined(__AVX512F__)
+inline __m256 low_half(Vec a) { return _mm512_castps512_ps256(a.v); }
+inline __m256 high_half(Vec a) { return _mm512_extractf32x8_ps(a.v, 1); }
+inline __m256 sum_halves(Vec a) { return _mm256_add_ps(low_half(a), high_half(a)); }
+inline __m256 max_halves(Vec a) { return _mm256_max_ps(low_half(a), high_half(a)); }
+#else
+inline __m256 sum_halves(Vec a) { return a.v; }
+inline __m256 max_halves(Vec a) { return a.v; }
+#endif
 inline float sum_lanes(Vec a) {
-    float lane[kVecLanes];
-    store(lane, a);
-    for (int half = kVecLanes / 2; half > 0; half /= 2) {
-        for (int i = 0; i < half; ++i) lane[i] += lane[i + half];
-    }
-    return lane[0];
+    return fold_eight(sum_halves(a), [](__m128 x, __m128 y) { return _mm_add_ps(x, y); });
 }
 inline float max_lanes(Vec a) {
-    float lane[kVecLanes];
-    store(lane, a);
-    for (int half = kVecLanes / 2; half > 0; half /= 2) {
-        for (int i = 0; i < half; ++i) lane[i] = lane[i] > lane[i + half] ? lane[i] : lane[i + half];
-    }
-    return lane[0];
+    return fold_eight(max_halves(a), [](__m128 x, __m128 y) { return _mm_max_ps(x, y); });
 }
+#else
+inline float sum_lanes(Vec a) { return (a.v[0] + a.v[2]) + (a.v[1] + a.v[3]); }
+inline float max_lanes(Vec a) {
+    const float first = a.v[0] > a.v[2] ? a.v[0] : a.v[2], second = a.v[1] > a.v[3] ? a.v[1] : a.v[3];
+    return first > second ? first : second;
+}
+#endif
 
 constexpr float kRoundingShift =
     12582912.0f;  // 1.5 * 2^23: adding it leaves the rounded integer in the low bits

@@ -1,8 +1,8 @@
 """The CPU kernel library: its feature levels, the hash that names it, and where it is found.
 
-One shared library per level holds every kernel, generic in shape. It is named by the level and the hash of all
-that went into it, `<level>-<hash16>.so`, and lives in plugins_cpu/lib/ (shipped in a wheel) or in the cache
-folder (built by castiron.plugins_cpu.compile). Only the standard library is imported here.
+One shared library per level holds every kernel, generic in shape. It is named by the level and the hash of
+all that went into it, `<level>-<hash16>.so`, and lives in plugins_cpu/lib/ (shipped in a wheel) or in the
+cache folder (built by castiron.plugins_cpu.compile). Only the standard library is imported here.
 """
 
 import ctypes
@@ -88,7 +88,9 @@ def _system_saves_tiles() -> bool:
         return False
     features = ctypes.c_uint64(0)
     libc = ctypes.CDLL(None)
-    status = libc.syscall(ctypes.c_long(_SYS_ARCH_PRCTL), ctypes.c_long(_ARCH_GET_XCOMP_SUPP), ctypes.byref(features))
+    status = libc.syscall(
+        ctypes.c_long(_SYS_ARCH_PRCTL), ctypes.c_long(_ARCH_GET_XCOMP_SUPP), ctypes.byref(features)
+    )
     return status == 0 and bool(features.value >> _XFEATURE_XTILEDATA & 1)
 
 
@@ -111,9 +113,13 @@ def abi_hash() -> str:
     """sha256 (hex) of what ties an engine to the kernels: parameter structs and weight layouts."""
     folder = sources_folder()
     try:
-        return _hash_parts([part for name in _ABI_FILES for part in (name.encode(), (folder / name).read_bytes())])
+        return _hash_parts(
+            [part for name in _ABI_FILES for part in (name.encode(), (folder / name).read_bytes())]
+        )
     except FileNotFoundError as error:
-        raise EngineTargetError(f"castiron is not installed completely: {error.filename} is missing, reinstall it")
+        raise EngineTargetError(
+            f"castiron is not installed completely: {error.filename} is missing, reinstall it"
+        ) from error
 
 
 def source_hash(level: str) -> str:

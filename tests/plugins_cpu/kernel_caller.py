@@ -11,6 +11,7 @@ import functools
 import struct
 
 import numpy as np
+
 from castiron.plugins_cpu.compile import build_library
 from castiron.plugins_cpu.specs import SPECS, TYPE_CODES
 from castiron.runtime.devices import kernel_library
@@ -108,7 +109,9 @@ def make_header(num_tokens: int = 0, num_seqs: int = 0, num_logits: int = 0) -> 
     return header
 
 
-def make_records(lib: Library, calls: list[tuple[str, bytes]], flags: int = BARRIER) -> "ctypes.Array[Record]":
+def make_records(
+    lib: Library, calls: list[tuple[str, bytes]], flags: int = BARRIER
+) -> "ctypes.Array[Record]":
     """Records of (kernel name, packed parameters); the array keeps the parameters alive."""
     records = (Record * len(calls))()
     records.buffers = []  # type: ignore[attr-defined]

@@ -8,9 +8,10 @@ import threading
 
 import numpy as np
 import pytest
+from kernel_caller import BARRIER, LEVELS, NUM_TOKENS, library, make_header, make_records, pack_params
+
 from castiron.plugins_cpu.specs import SPECS, TYPE_CODES
 from castiron.runtime.devices import kernel_library
-from kernel_caller import BARRIER, LEVELS, NUM_TOKENS, library, make_header, make_records, pack_params
 
 
 def params_bytes(name: str) -> int:
@@ -23,7 +24,9 @@ def params_bytes(name: str) -> int:
 def test_every_kernel_of_specs_is_registered_once_with_its_struct_size(level: str) -> None:
     lib = library(level)
     assert sorted(lib.names) == sorted(SPECS)
-    assert {name: info.params_bytes for name, info in lib.kernels.items()} == {n: params_bytes(n) for n in SPECS}
+    assert {name: info.params_bytes for name, info in lib.kernels.items()} == {
+        n: params_bytes(n) for n in SPECS
+    }
 
 
 def test_specs_pack_parameters_without_holes() -> None:
@@ -132,14 +135,18 @@ def test_a_record_without_barrier_needs_no_waiting() -> None:
     """Row-wise records with matching partitions may follow each other freely."""
     lib = library(LEVELS[-1])
     x = np.ones((50, 64), np.float32)
-    params = pack_params("add", a=x, b=x, y=x, a_stride=64, b_stride=64, y_stride=64, count=NUM_TOKENS, dim=64)
+    params = pack_params(
+        "add", a=x, b=x, y=x, a_stride=64, b_stride=64, y_stride=64, count=NUM_TOKENS, dim=64
+    )
     lib.run(lib.pool(2), make_records(lib, [("add", params)] * 10, flags=0), make_header(num_tokens=49))
     assert (x[:49] == 1024).all() and (x[49] == 1).all()
 
 
 def test_live_count_zero_touches_nothing() -> None:
     lib = library(LEVELS[-1])
-    params = pack_params("add", a=None, b=None, y=None, a_stride=4, b_stride=4, y_stride=4, count=NUM_TOKENS, dim=4)
+    params = pack_params(
+        "add", a=None, b=None, y=None, a_stride=4, b_stride=4, y_stride=4, count=NUM_TOKENS, dim=4
+    )
     lib.run(lib.pool(2), make_records(lib, [("add", params)]), make_header(num_tokens=0))
     lib.run(lib.pool(2), make_records(lib, []), make_header())
 

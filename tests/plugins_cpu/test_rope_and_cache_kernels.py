@@ -55,8 +55,8 @@ def test_cos_and_sin_are_accurate_for_float_angles(scaling: float, level: str) -
     inv_freq = (500000.0 ** -(np.arange(half) / half)).astype(np.float32)
     for threads in (1, 2, 3):
         cos, sin = (np.full((8, half), 9, np.float32) for _ in range(2))
-        call("rope_cos_sin", level=level, threads=threads, num_tokens=7, positions=positions, inv_freq=inv_freq,
-             cos=cos, sin=sin, count=NUM_TOKENS, half=half, scaling=scaling)  # fmt: skip
+        call("rope_cos_sin", level=level, threads=threads, num_tokens=7, positions=positions,
+             inv_freq=inv_freq, cos=cos, sin=sin, count=NUM_TOKENS, half=half, scaling=scaling)  # fmt: skip
         angles = (positions[:7].astype(np.float32)[:, None] * inv_freq).astype(np.float64)
         np.testing.assert_allclose(cos[:7], np.cos(angles) * scaling, atol=2e-7)
         np.testing.assert_allclose(sin[:7], np.sin(angles) * scaling, atol=2e-7)
@@ -84,7 +84,9 @@ def test_apply_rope(shape: tuple[int, ...], in_place: bool, level: str) -> None:
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("cache_dtype", CACHE_DTYPES)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_kv_write_fills_the_slots_and_nothing_else(shape: tuple[int, ...], cache_dtype: str, level: str) -> None:
+def test_kv_write_fills_the_slots_and_nothing_else(
+    shape: tuple[int, ...], cache_dtype: str, level: str
+) -> None:
     _, kv_heads, head_dim, _, block_size = shape
     num_tokens = min(11, NUM_BLOCKS * block_size)
     k, v = normal(1, num_tokens, kv_heads, head_dim), normal(2, num_tokens, kv_heads, head_dim)
@@ -115,8 +117,8 @@ def test_rope_kv_write_is_rope_then_write(shape: tuple[int, ...], cache_dtype: s
             expected = written(cache, rotate(k, cos, sin), v, slot_mapping)
             source = strided(q, 3)
             target = source if in_place else np.full_like(source, np.nan)
-            call(f"rope_kv_write.{cache_dtype}", level=level, threads=threads, num_tokens=num_tokens, q=source,
-                 k=strided(k, 1), v=strided(v, 4), cos=cos, sin=sin, q_out=target, cache=cache,
+            call(f"rope_kv_write.{cache_dtype}", level=level, threads=threads, num_tokens=num_tokens,
+                 q=source, k=strided(k, 1), v=strided(v, 4), cos=cos, sin=sin, q_out=target, cache=cache,
                  slot_mapping=slot_mapping, q_stride=heads * head_dim + 3, k_stride=kv_heads * head_dim + 1,
                  v_stride=kv_heads * head_dim + 4, q_out_stride=heads * head_dim + 3, count=NUM_TOKENS,
                  num_heads=heads, kv_heads=kv_heads, head_dim=head_dim, half=half,
@@ -136,8 +138,9 @@ def test_half_precision_conversion_is_ieee_in_both_directions(level: str) -> Non
     finite = halves[np.isfinite(halves)].astype(np.float32)
     between = (finite[:-1] + finite[1:]) / 2  # ties
     values = np.concatenate([
-        finite, between, np.nextafter(between, np.float32(np.inf)), np.nextafter(between, np.float32(-np.inf)),
-        np.array([65519.0, 65520.0, -65520.0, 1e30, np.inf, -np.inf, 1e-8, -1e-8, 2.98e-8, 2.99e-8], np.float32),
+        finite, between,
+        np.nextafter(between, np.float32(np.inf)), np.nextafter(between, np.float32(-np.inf)),
+        np.array([65519, 65520, -65520, 1e30, np.inf, -np.inf, 1e-8, -1e-8, 2.98e-8, 2.99e-8], np.float32),
     ])  # fmt: skip
     head_dim = 64
     values = np.append(values, np.zeros(-len(values) % head_dim, np.float32)).reshape(-1, 1, head_dim)
@@ -152,8 +155,8 @@ def test_half_precision_conversion_is_ieee_in_both_directions(level: str) -> Non
     cache[0, 1, 0, 0] = halves[np.arange(0x0001, 0x0001 + 64)]
     cache[0, 0, 0, 0] = 0
     y = np.empty((1, 1, head_dim), np.float32)
-    call("paged_attention.f16", level=level, num_tokens=1, num_seqs=1, q=np.ones((1, 1, head_dim), np.float32),
-         cache=cache, block_tables=np.zeros((1, 1), np.int32), seq_lens=np.ones(1, np.int32),
+    call("paged_attention.f16", level=level, num_tokens=1, num_seqs=1,
+         q=np.ones((1, 1, head_dim), np.float32), cache=cache, block_tables=np.zeros((1, 1), np.int32), seq_lens=np.ones(1, np.int32),
          query_starts=np.array([0, 1], np.int32), y=y, q_stride=head_dim, y_stride=head_dim, num_heads=1,
          kv_heads=1, head_dim=head_dim, block_size=num_tokens, table_width=1, scale=1.0)  # fmt: skip
     np.testing.assert_array_equal(y[0, 0], cache[0, 1, 0, 0].astype(np.float32))

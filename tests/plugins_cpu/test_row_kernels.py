@@ -1,4 +1,4 @@
-"""Norms, quantization and element-wise kernels against numpy, on strided matrices with poisoned surroundings."""
+"""Norms, quantization and element-wise kernels against numpy, on strided and poisoned matrices."""
 
 from collections.abc import Callable
 
@@ -66,7 +66,10 @@ class Quantized:
         assert (np.abs(self.q[live] * step - exact) <= step * 0.5002 + 1e-7).all()
         amax = np.abs(exact).reshape(self.rows, -1, 32).max(-1)
         np.testing.assert_allclose(self.scale[live], amax / 127, rtol=3e-6, atol=1e-12)
-        sums = self.q[live].astype(np.float32).reshape(self.rows, -1, 2, 16).sum(-1) * self.scale[live][..., None]
+        sums = (
+            self.q[live].astype(np.float32).reshape(self.rows, -1, 2, 16).sum(-1)
+            * self.scale[live][..., None]
+        )
         np.testing.assert_array_equal(self.sum[live], sums.reshape(self.rows, -1))
 
 
@@ -105,7 +108,14 @@ def test_add_rms_norm_may_write_its_sum_over_an_input(shape: tuple[int, int], al
 def test_norms_that_quantize(shape: tuple[int, int], level: str) -> None:
     rows, dim = shape
     x, residual, weight = normal(1, rows, dim), normal(2, rows, dim), normal(3, 1, dim)[0]
-    common = {"level": level, "num_tokens": rows, "weight": weight, "count": NUM_TOKENS, "dim": dim, "eps": EPS}
+    common = {
+        "level": level,
+        "num_tokens": rows,
+        "weight": weight,
+        "count": NUM_TOKENS,
+        "dim": dim,
+        "eps": EPS,
+    }
     for threads in (1, 2):
         plain = Quantized(rows, dim)
         call("rms_norm_q8", threads=threads, x=strided(x, 3), x_stride=dim + 3, **plain.fields(), **common)
@@ -141,7 +151,16 @@ def test_quantize_q8_is_exactly_the_definition(shape: tuple[int, int], level: st
 def test_values_too_small_for_a_scale_become_zero(level: str) -> None:
     x = np.full((1, 32), 1e-42, np.float32)
     result = Quantized(1, 32)
-    call("quantize_q8", level=level, num_tokens=1, x=x, x_stride=32, count=NUM_TOKENS, dim=32, **result.fields())
+    call(
+        "quantize_q8",
+        level=level,
+        num_tokens=1,
+        x=x,
+        x_stride=32,
+        count=NUM_TOKENS,
+        dim=32,
+        **result.fields(),
+    )
     assert (result.q[0] == 0).all() and (result.sum[0] == 0).all() and result.scale[0, 0] < 1e-40
 
 

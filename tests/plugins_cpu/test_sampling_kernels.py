@@ -73,8 +73,8 @@ def sample(
     )
     assert result.token_ids[rows] == -9 and np.isnan(result.logprobs[rows]), "wrote beyond the live rows"
     assert (result.top_ids[rows] == -9).all() and np.isnan(result.top_logprobs[rows]).all()
-    return Sampled(*(a[:rows] for a in (result.token_ids, result.logprobs, result.top_ids, result.top_logprobs)),
-                   result.last_token)  # fmt: skip
+    live = (a[:rows] for a in (result.token_ids, result.logprobs, result.top_ids, result.top_logprobs))
+    return Sampled(*live, result.last_token)
 
 
 def philox_words(seed: int, output_position: int, token: int) -> list[int]:

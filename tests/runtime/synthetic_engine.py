@@ -342,6 +342,7 @@ def write_synthetic_engine(
     edit_plan: Callable[[PlanHeader, PlanArrays], tuple[PlanHeader, PlanArrays]] | None = None,
     edit_manifest: Callable[[Manifest], Manifest] | None = None,
     edit_golden: Callable[[bytes], bytes] | None = None,
+    with_golden: bool = True,
 ) -> SyntheticEngine:
     """Write the engine, its parts changed by the given functions before they are written and hashed."""
     generator = np.random.default_rng(1)
@@ -359,7 +360,12 @@ def write_synthetic_engine(
     part = WeightsFile(WEIGHTS_MEMBER, len(weights) - data_bytes, data_bytes, 0)
     manifest = make_manifest(level, part)
     golden = make_golden(engine)
-    report = {"passes": [{"name": "fuse_gate_up", "matches": 0}], "tactics": []}
+    report = {
+        "passes": [{"name": "fuse_gate_up", "matches": 0}],
+        "kernels": {
+            "linear.f32": {"op": "linear", "launches": 2, "refused": {"linear.f16": "reads f16 weights"}}
+        },
+    }
     with EngineFileWriter(path) as writer:
         writer.add("graph.onnx", b"\x08\x0a" + b"graph" * 20)
         for name, data in encode_plan(header, arrays).items():
@@ -369,7 +375,8 @@ def write_synthetic_engine(
         writer.end()
         writer.add("tokenizer/tokenizer.json", b'{"version": "1.0"}')
         writer.add("tokenizer/tokenizer_config.json", b'{"bos_token": null}')
-        writer.add("golden.safetensors", edit_golden(golden) if edit_golden else golden)
+        if with_golden:
+            writer.add("golden.safetensors", edit_golden(golden) if edit_golden else golden)
         writer.add("report.json", msgspec.json.encode(report))
         writer.finish(edit_manifest(manifest) if edit_manifest else manifest)
     return engine

@@ -80,9 +80,15 @@ def test_tactics_lists_kernels_by_launches(
 ) -> None:
     assert main([str(engine.path), "--tactics"]) == 0
     out = capsys.readouterr().out
-    assert "       2  paged_attention.f32" in out and "lists no choices" in out
+    assert "       2  paged_attention.f32\n" in out
+    assert "       2  linear.f32 for linear\n            not linear.f16: reads f16 weights\n" in out
     assert main([str(engine.path), "--tactics", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["kernels"]["gather_rows"] == 2
+    assert json.loads(capsys.readouterr().out)["kernels"][0] == {
+        "kernel": "embedding.f32",
+        "launches": 2,
+        "op": "",
+        "refused": {},
+    }
 
 
 def test_equal_engines_have_no_differences(

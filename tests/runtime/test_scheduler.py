@@ -67,19 +67,20 @@ def test_decoding_rows_come_first_and_prefill_takes_the_rest_of_the_budget() -> 
     assert device_of(engine).steps[1]["row_ids"].tolist() == [0, 1]
 
 
-def test_an_older_prefill_does_not_hold_up_decoding_and_leads_the_prefills() -> None:
+def test_a_prefill_does_not_hold_up_decoding_even_if_it_is_more_urgent() -> None:
     engine = recording_engine(max_seqs=4, max_batched_tokens=8)
-    engine.add_request(request("long", prompt(30, 1), max_tokens=1, priority=-1))
-    engine.add_request(request("short", prompt(2, 2), max_tokens=3))
+    engine.add_request(request("decoding", prompt(2, 2), max_tokens=9))
     engine.step()
-    assert step_lengths(engine)[-1] == [8]
-    engine.abort("long")
-    engine.step()  # "short" runs, then a more urgent prompt comes
-    engine.add_request(request("urgent", prompt(10, 3), max_tokens=1, priority=-2))
-    engine.step()
-    assert step_lengths(engine)[-1] == [1, 7]
-    assert device_of(engine).steps[-1]["row_ids"].tolist() == [1, 2]
+    engine.add_request(request("late", prompt(9, 4), max_tokens=1))
+    engine.add_request(request("urgent", prompt(17, 3), max_tokens=1, priority=-2))
     run(engine)
+    assert step_lengths(engine)[:6] == [[2], [1, 7], [1, 7], [1, 3, 4], [1, 5], [1]]
+    assert [s["row_ids"].tolist() for s in device_of(engine).steps[1:5]] == [
+        [0, 1],
+        [0, 1],
+        [0, 1, 2],
+        [0, 2],
+    ]
 
 
 def test_the_decode_plan_serves_steps_of_one_token_each_and_mixed_the_others() -> None:
@@ -266,14 +267,29 @@ _REQUESTS = st.lists(
 )
 
 
-@hypothesis.settings(max_examples=60, deadline=None)
-@hypothesis.given(_REQUESTS, st.integers(16, 40), st.integers(1, 6), st.integers(6, 24))
+Workload = list[tuple[int, int, int, int, int | None, bool]]
+_SIZES = (st.integers(16, 40), st.integers(1, 6), st.integers(6, 24))  # blocks, sequences, tokens a step
+
+
+@hypothesis.settings(max_examples=25, deadline=None)
+@hypothesis.given(_REQUESTS, *_SIZES)
 def test_any_workload_ends_with_every_request_right_and_nothing_leaked(
-    workload: list[tuple[int, int, int, int, int | None, bool]],
-    num_blocks: int,
-    max_seqs: int,
-    max_batched_tokens: int,
+    workload: Workload, num_blocks: int, max_seqs: int, max_batched_tokens: int
 ) -> None:
+    serve_and_check(workload, num_blocks, max_seqs, max_batched_tokens)
+
+
+@pytest.mark.long
+@hypothesis.settings(max_examples=600, deadline=None)
+@hypothesis.given(_REQUESTS, *_SIZES)
+def test_hundreds_of_workloads_end_with_every_request_right_and_nothing_leaked(
+    workload: Workload, num_blocks: int, max_seqs: int, max_batched_tokens: int
+) -> None:
+    serve_and_check(workload, num_blocks, max_seqs, max_batched_tokens)
+
+
+def serve_and_check(workload: Workload, num_blocks: int, max_seqs: int, max_batched_tokens: int) -> None:
+    """Requests arrive and are aborted at their steps; every step makes progress, every token is right."""
     engine = simulated_engine(num_blocks, max_seqs, max_seq_len=64, max_batched_tokens=max_batched_tokens)
     requests, outputs, num_steps = {}, {}, 0
     arrivals = sorted(enumerate(workload), key=lambda item: item[1][3])

@@ -100,6 +100,12 @@ def test_weights_that_give_other_logits_fail(tmp_path: Path, capsys: pytest.Capt
     ]
 
 
+def test_an_engine_without_golden_values_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    engine = write_synthetic_engine(tmp_path / "a.engine", with_golden=False)
+    assert main([str(engine.path)]) == 0
+    assert "golden: the engine holds no golden values" in capsys.readouterr().out
+
+
 def test_an_engine_that_cannot_run_here_exits_with_3(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,0 +1,58 @@
+"""--quantize and --compute resolved: what is stored, and which arithmetic."""
+
+import pytest
+
+from castiron.builder.choose_schemes import cache_dtype, choose_schemes, resolve_compute, stored_scheme
+from castiron.builder.parameters import Parameter, Part
+from castiron.runtime.errors import InputError
+
+
+@pytest.mark.parametrize(
+    ("quantize", "stored", "expected"),
+    [
+        ("keep", ["f32"], "f32"),
+        ("keep", ["bf16"], "bf16"),
+        ("keep", ["f16", "f32"], "bf16"),
+        ("keep", ["q4_1", "q8_0"], "int8"),
+        ("keep", ["q4_k", "f32"], "int8"),
+        ("none", ["q4_1"], "bf16"),
+    ],
+)
+def test_auto_compute_follows_the_checkpoint(quantize: str, stored: list[str], expected: str) -> None:
+    assert resolve_compute("auto", quantize, stored) == expected
+
+
+@pytest.mark.parametrize(
+    ("scheme", "quantize", "compute", "expected"),
+    [
+        ("q4_1", "keep", "int8", "q4_1"),
+        ("q4_1", "keep", "f32", "q4_1"),
+        ("q4_1", "none", "f32", "f32"),
+        ("q4_1", "none", "bf16", "bf16"),
+        ("f32", "keep", "bf16", "bf16"),
+        ("f32", "keep", "int8", "f32"),
+        ("f16", "none", "bf16", "f16"),
+        ("bf16", "none", "f32", "bf16"),
+    ],
+)
+def test_a_matrix_is_stored_as(scheme: str, quantize: str, compute: str, expected: str) -> None:
+    assert stored_scheme(scheme, quantize, compute) == expected
+
+
+@pytest.mark.parametrize(("quantize", "stored"), [("keep", ["bf16"]), ("none", ["q4_1"])])
+def test_int8_without_kept_blocks_is_refused(quantize: str, stored: list[str]) -> None:
+    with pytest.raises(InputError, match="--compute int8 needs weights kept quantized"):
+        resolve_compute("int8", quantize, stored)
+
+
+def test_vectors_are_stored_in_float32_whatever_the_checkpoint_says() -> None:
+    parameters = {
+        "norm": Parameter("norm", (8,), "f32", (Part("n", 0, 8),), "bf16"),
+        "linear": Parameter("linear", (8, 8), "bf16", (Part("l", 0, 8),), "bf16"),
+    }
+    chosen, compute = choose_schemes(parameters, "keep", "auto")
+    assert (chosen["norm"].scheme, chosen["linear"].scheme, compute) == ("f32", "bf16", "bf16")
+
+
+def test_only_float32_compute_has_a_float32_cache() -> None:
+    assert [cache_dtype(compute) for compute in ("f32", "bf16", "int8")] == ["f32", "f16", "f16"]

@@ -1,0 +1,70 @@
+"""LLM, the engine as a Python object."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import castiron
+from castiron.runtime.errors import EngineFormatError, InputError, RequestError
+from castiron.runtime.sampling_params import SamplingParams
+from castiron.server.llm import LLM
+
+GREEDY = SamplingParams(max_tokens=8, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def llm(tiny_chat_engine: Path) -> Iterator[LLM]:
+    with LLM(tiny_chat_engine, max_seqs=4) as llm:
+        yield llm
+
+
+def test_it_is_what_castiron_exports() -> None:
+    assert castiron.LLM is LLM and castiron.SamplingParams is SamplingParams
+
+
+def test_answers_come_in_the_order_of_the_prompts(llm: LLM) -> None:
+    prompts = ["a", "bcd", "hello there", "x" * 40, [5, 6, 7]]
+    together = llm.generate(prompts, GREEDY)
+    alone = [llm.generate(prompt, GREEDY)[0] for prompt in prompts]
+    assert [answer.token_ids for answer in together] == [answer.token_ids for answer in alone]
+    assert together[4].prompt_token_ids == (5, 6, 7)
+    assert all(answer.finish_reason == "length" and len(answer.token_ids) == 8 for answer in together)
+
+
+def test_a_stop_string_ends_one_answer_and_not_the_others(llm: LLM) -> None:
+    whole = llm.generate(["a", "bcd"], GREEDY)
+    stop = whole[0].text[2:4]
+    assert stop and stop not in whole[1].text
+    cut, other = llm.generate(["a", "bcd"], GREEDY, stop=stop)
+    assert cut.text == whole[0].text[: whole[0].text.index(stop)] and cut.finish_reason == "stop"
+    assert other == whole[1]
+    assert llm.generate("a", GREEDY)[0] == whole[0]  # nothing is left over from the aborted one
+
+
+def test_logprobs_come_if_asked_for(llm: LLM) -> None:
+    sampling = SamplingParams(max_tokens=3, logprobs=4, ignore_eos=True)
+    (answer,) = llm.generate("a", sampling)
+    assert [logprob.top_token_ids[0] for logprob in answer.logprobs] == list(answer.token_ids)
+
+
+def test_a_conversation_is_answered_through_the_template(llm: LLM) -> None:
+    answer = llm.chat([{"role": "user", "content": "hi<|end|>"}], GREEDY)
+    assert answer.prompt_token_ids.count(256) == 1
+    left = llm.info.max_seq_len - len(answer.prompt_token_ids)
+    assert 1 <= len(llm.chat([{"role": "user", "content": "hi"}]).token_ids) <= left + 10
+
+
+def test_wrong_use_is_a_named_error(llm: LLM, tiny_chat_engine: Path, tmp_path: Path) -> None:
+    for prompt in ("", [], [[]], [-1], [307], [1.5]):
+        with pytest.raises(RequestError):
+            llm.generate([prompt] if prompt == [] else prompt, GREEDY)  # type: ignore[arg-type, list-item]
+    with pytest.raises(RequestError):
+        llm.chat([])
+    with pytest.raises(RequestError):
+        llm.generate("a", SamplingParams(temperature=-1))
+    with pytest.raises(InputError, match="max_seqs"):
+        LLM(tiny_chat_engine, max_sequences=2)
+    with pytest.raises((InputError, EngineFormatError)):
+        LLM(tmp_path / "none.engine")
+    assert llm.generate([], GREEDY) == []
