@@ -121,7 +121,13 @@ class EngineClient:
         self._state = "stopping"
         self._settled.set()
         if drain_s > 0 and not self._idle.is_set():
-            await asyncio.wait({asyncio.create_task(self._idle.wait()), self._supervisor}, timeout=drain_s)
+            idle = asyncio.create_task(self._idle.wait())
+            try:
+                await asyncio.wait(
+                    {idle, self._supervisor}, timeout=drain_s, return_when=asyncio.FIRST_COMPLETED
+                )
+            finally:
+                idle.cancel()
         self._end_streams("abort", None)
         self._supervisor.cancel()
         await asyncio.wait({self._supervisor})

@@ -192,7 +192,7 @@ class EngineFileWriter:
             finally:
                 os.close(folder)
         except OSError as error:
-            self._fail(error, 0)
+            self._fail(error, self._end, 0)
         self._finished = True
         return manifest
 
@@ -265,13 +265,13 @@ class EngineFileWriter:
                 written = os.pwrite(self._fd, rest, offset)
                 rest, offset = rest[written:], offset + written
         except OSError as error:
-            self._fail(error, rest.nbytes)
+            self._fail(error, offset, rest.nbytes)
 
-    def _fail(self, error: OSError, num_pending: int) -> NoReturn:
+    def _fail(self, error: OSError, num_written: int, num_pending: int) -> NoReturn:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            needed = max(self._expected_bytes, self._end + num_pending)
+            needed = max(self._expected_bytes, num_written + num_pending)
             free = shutil.disk_usage(self.path.parent).free
-            raise WorkFailedError(self._disk_full(needed, self._end + free)) from error
+            raise WorkFailedError(self._disk_full(needed, num_written + free)) from error
         raise WorkFailedError(
             f"cannot write {self.path}: {error.strerror}; check the disk and try again"
         ) from error

@@ -13,6 +13,7 @@ Conventions
   logit_rows     token index (0 .. num_tokens - 1) whose logits are wanted.
 """
 
+import math
 from dataclasses import dataclass
 
 import msgspec
@@ -141,7 +142,7 @@ def layout(fields: tuple[Field, ...], capacities: dict[str, int]) -> tuple[dict[
     end = 0
     for field in fields:
         offsets[field.name] = end
-        count = int(np.prod(resolve_dims(field, capacities), dtype=np.int64))
+        count = math.prod(resolve_dims(field, capacities))
         num_bytes = count * np.dtype(field.dtype).itemsize
         end += -(-num_bytes // FIELD_ALIGNMENT) * FIELD_ALIGNMENT
     return offsets, end
@@ -162,6 +163,6 @@ def views(
         shape = resolve_dims(field, capacities)
         dtype = np.dtype(field.dtype)
         start = offsets[field.name]
-        stop = start + int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+        stop = start + math.prod(shape) * dtype.itemsize
         result[field.name] = block[start:stop].view(dtype).reshape(shape)
     return result

@@ -61,17 +61,13 @@ def _hoist(program: g.Program, gather: ir.Node) -> None:
     moved = ir.Node(
         node.domain, node.op_type, inputs, node.attributes.values(), outputs=[output], name=node.name
     )
-    # the node itself goes with the gather, its only reader; reused gathers are moved ahead by the pipeline's
-    # sort
+    # the node goes with the gather, its only reader; the pipeline's sort moves reused gathers ahead
     g.replace_nodes(program, [node, gather], [*new, moved], {old_output: output})
 
 
 def _existing_gather(source: ir.Value, rows: ir.Value) -> ir.Value | None:
+    """These rows of `source`, if they are gathered already."""
     for user in g.users(source):
-        if (
-            g.is_op(user, "gather_rows")
-            and user.inputs[1] is rows
-            and (user.graph is not None or user in new)
-        ):
+        if g.is_op(user, "gather_rows") and user.inputs[1] is rows:
             return user.outputs[0]
     return None

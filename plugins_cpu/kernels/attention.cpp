@@ -19,10 +19,10 @@
 namespace castiron {
 namespace {
 
-constexpr int kTile = 32;  // positions
-constexpr int kTileVecs = kTile / kVecLanes;
-constexpr int kQueryTokens = 32;  // of a unit of work
-constexpr int kMaxHeads = 8;      // computed together
+constexpr int kTile = 64;          // positions
+constexpr int kScoreColumns = 32;  // of a tile, computed at once
+constexpr int kQueryTokens = 32;   // of a unit of work
+constexpr int kMaxHeads = 8;       // computed together
 constexpr int kMaxRows = kQueryTokens * kMaxHeads;
 constexpr int kMaxHeadDim = 256;  // the builder refuses more
 // Rows and columns of a register block, by how many vector registers there are.
@@ -82,47 +82,46 @@ void transpose_eight(const Element *const *, int64_t, float *) {}
 constexpr int64_t kTransposeDims = 0;
 #endif
 
-// Scores of kRows rows with the tile's positions: each the sum over head_dim in order.
+// Scores of kRows rows with kScoreColumns of the tile's positions: each the sum over head_dim in order.
 template <int kRows>
 void score_rows(const float *q, int64_t q_stride, const float *keys, int64_t head_dim, float *scores) {
-    Vec sums[kRows][kTileVecs];
+    constexpr int kVecs = kScoreColumns / kVecLanes;
+    Vec sums[kRows][kVecs];
     for (int r = 0; r < kRows; ++r) {
-        for (int c = 0; c < kTileVecs; ++c) sums[r][c] = splat(0.0f);
+        for (int c = 0; c < kVecs; ++c) sums[r][c] = splat(0.0f);
     }
     for (int64_t d = 0; d < head_dim; ++d) {
         Vec query[kRows];
         for (int r = 0; r < kRows; ++r) query[r] = splat(q[r * q_stride + d]);
-        for (int c = 0; c < kTileVecs; ++c) {
+        for (int c = 0; c < kVecs; ++c) {
             const Vec key = load(keys + d * kTile + c * kVecLanes);
             for (int r = 0; r < kRows; ++r) sums[r][c] = fma(query[r], key, sums[r][c]);
         }
     }
     for (int r = 0; r < kRows; ++r) {
-        for (int c = 0; c < kTileVecs; ++c) store(scores + r * kTile + c * kVecLanes, sums[r][c]);
+        for (int c = 0; c < kVecs; ++c) store(scores + r * kTile + c * kVecLanes, sums[r][c]);
     }
 }
 
 // Turns a row's scores into weights e^(score - largest so far); returns what earlier sums are to be scaled
 // by.
 float softmax_tile(float *scores, int visible, float *largest, float *weight) {
-    Vec x[kTileVecs];
-    Vec most = splat(-std::numeric_limits<float>::infinity());
-    for (int c = 0; c < kTileVecs; ++c) {
-        x[c] = load(scores + c * kVecLanes);
-        if (visible < kTile) {
-            x[c] = select(first_lanes(std::max(0, visible - c * kVecLanes)), x[c],
-                          splat(-std::numeric_limits<float>::infinity()));
-        }
-        most = max(x[c], most);
+    constexpr float kInfinity = std::numeric_limits<float>::infinity();
+    const int seen = (visible + kVecLanes - 1) / kVecLanes * kVecLanes;
+    if (visible < seen) {
+        float *last = scores + seen - kVecLanes;
+        store(last, select(first_lanes(visible - seen + kVecLanes), load(last), splat(-kInfinity)));
     }
+    Vec most = splat(-kInfinity);
+    for (int i = 0; i < seen; i += kVecLanes) most = max(load(scores + i), most);
     const float before = *largest;
     const float now = std::max(before, max_lanes(most));
     *largest = now;
     Vec total = splat(0.0f);
-    for (int c = 0; c < kTileVecs; ++c) {
-        x[c] = exp(x[c] - splat(now));  // exactly 0 beyond the visible ones
-        store(scores + c * kVecLanes, x[c]);
-        total += x[c];
+    for (int i = 0; i < seen; i += kVecLanes) {
+        const Vec x = exp(load(scores + i) - splat(now));  // exactly 0 beyond the visible ones
+        store(scores + i, x);
+        total += x;
     }
     float factor = 1.0f;
     if (now != before) {
@@ -263,7 +262,9 @@ class Attention {
         const int least = visible_of(0), most = visible_of(kRows - 1);
         if (most == 0) return;
         float scores[kRows * kTile], factors[kRows];
-        score_rows<kRows>(s_.q + row * padded_dim_, padded_dim_, s_.keys, p_.head_dim, scores);
+        for (int c = 0; c < most; c += kScoreColumns) {
+            score_rows<kRows>(s_.q + row * padded_dim_, padded_dim_, s_.keys + c, p_.head_dim, scores + c);
+        }
         for (int r = 0; r < kRows; ++r) {
             if (visible_of(r) == 0) continue;
             factors[r] = softmax_tile(scores + r * kTile, visible_of(r), s_.largest + row + r,

@@ -155,8 +155,10 @@ def test_half_precision_conversion_is_ieee_in_both_directions(level: str) -> Non
     cache[0, 1, 0, 0] = halves[np.arange(0x0001, 0x0001 + 64)]
     cache[0, 0, 0, 0] = 0
     y = np.empty((1, 1, head_dim), np.float32)
-    call("paged_attention.f16", level=level, num_tokens=1, num_seqs=1,
-         q=np.ones((1, 1, head_dim), np.float32), cache=cache, block_tables=np.zeros((1, 1), np.int32), seq_lens=np.ones(1, np.int32),
-         query_starts=np.array([0, 1], np.int32), y=y, q_stride=head_dim, y_stride=head_dim, num_heads=1,
+    one = np.ones((1, 1, head_dim), np.float32)
+    table, seq_lens = np.zeros((1, 1), np.int32), np.ones(1, np.int32)
+    query_starts = np.arange(2, dtype=np.int32)
+    call("paged_attention.f16", level=level, num_tokens=1, num_seqs=1, q=one, cache=cache, block_tables=table,
+         seq_lens=seq_lens, query_starts=query_starts, y=y, q_stride=head_dim, y_stride=head_dim, num_heads=1,
          kv_heads=1, head_dim=head_dim, block_size=num_tokens, table_width=1, scale=1.0)  # fmt: skip
     np.testing.assert_array_equal(y[0, 0], cache[0, 1, 0, 0].astype(np.float32))

@@ -1,10 +1,13 @@
-"""A tiny engine that can chat: the tiny Llama with a chat template."""
+"""A tiny engine that can chat, and a scripted one behind a real HTTP server."""
 
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from http_requests import HELLO
+from scripted_engine import ScriptedClient, http_server
 from small_tokenizers import CHATML
 
 
@@ -21,3 +24,16 @@ def tiny_chat_engine(tmp_path_factory: pytest.TempPathFactory, engines_folder: P
     done = subprocess.run([*command, "--quantize", "none"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return engine
+
+
+@pytest.fixture(scope="module")
+def engine() -> ScriptedClient:
+    """Answers every request with HELLO."""
+    return ScriptedClient(HELLO)
+
+
+@pytest.fixture(scope="module")
+def url(engine: ScriptedClient) -> Iterator[str]:
+    """The base URL of a server over `engine`."""
+    with http_server(engine) as base:
+        yield base
