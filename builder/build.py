@@ -2,6 +2,7 @@
 
 import json
 import tempfile
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,7 +14,7 @@ from castiron.builder.choose_schemes import cache_dtype, choose_schemes
 from castiron.builder.describe_build import describe_plan_text, size_text
 from castiron.builder.dummy_tensors import dummy_tensors
 from castiron.builder.golden import MEMBER as GOLDEN_MEMBER
-from castiron.builder.golden import compute_golden, golden_cases, why_no_golden
+from castiron.builder.golden import GoldenMember, compute_golden, golden_cases, why_no_golden
 from castiron.builder.graph import Program
 from castiron.builder.make_manifest import make_manifest, model_info
 from castiron.builder.memory_needs import check_fits, machine_memory_bytes, memory_needs
@@ -35,7 +36,7 @@ from castiron.builder.report import encode_report, make_report, scheme_sizes
 from castiron.builder.targets import Target, resolve_target
 from castiron.builder.tokenizer import TokenizerFiles, build_tokenizer
 from castiron.builder.trace import TraceOptions, trace_forward, trace_sampler
-from castiron.builder.weight_values import checkpoint_values, made_up_values
+from castiron.builder.weight_values import LoadParameter, checkpoint_values, made_up_values
 from castiron.plugins_cpu.compile import build_library
 from castiron.plugins_cpu.layouts import LAYOUT
 from castiron.runtime.dummy_weights import MEMBER as DUMMY_MEMBER
@@ -72,10 +73,18 @@ class OpenedModel:
 
 
 @dataclass(frozen=True)
-class PlannedBuild:
-    """The forward program before and after the passes, and its plan."""
+class TracedModel:
+    """The programs as traced; the passes change `forward`."""
 
-    stage0: Program
+    stage0: Program  # a copy of forward that stays as it is
+    forward: Program
+    samplers: list[Program]
+
+
+@dataclass(frozen=True)
+class PlannedBuild:
+    """The forward program after the passes, and the engine's plan."""
+
     forward: Program
     passes: list[PassResult]
     layout: WeightsLayout
@@ -92,14 +101,24 @@ def build_engine(options: BuildOptions, quiet: bool = False) -> BuildResult:
     if options.output is not None:
         check_output(options.output, options.model)
     with ExitStack() as stack:
-        library = None
-        if not options.dry_run:
-            library = stack.enter_context(Background(lambda: build_library(target.level)))
         opened = _open(options, target, phases, stack)
-        built = _plan(options, target, opened, phases)
-        if options.dry_run or library is None:
-            return _dry_run(options, target, opened, built, phases)
-        return _write(options, target, opened, built, library, phases)
+        library = None
+        if not options.dry_run:  # compiles beside the following phases
+            library = stack.enter_context(Background(lambda _: build_library(target.level)))
+        traced = _trace(opened, phases)
+        golden = None
+        if not options.dry_run and options.weights == "file":
+            stage0_parameters = list(traced.stage0.parameters.values())
+            values = checkpoint_values(opened.checkpoint)
+            golden = stack.enter_context(_start_golden(target, opened, traced, stage0_parameters, values))
+        built = _plan(options, target, opened, traced, phases)
+        if library is None:
+            return _dry_run(target, opened, built, _report(options, opened, built, "none: dry run"), phases)
+        if golden is None:  # made-up weights are those of the merged parameters
+            parameters = list(built.forward.parameters.values())
+            values = made_up_values(parameters)
+            golden = stack.enter_context(_start_golden(target, opened, traced, parameters, values))
+        return _write(options, target, opened, built, library, golden, phases)
 
 
 def _open(options: BuildOptions, target: Target, phases: Phases, stack: ExitStack) -> OpenedModel:
@@ -118,14 +137,43 @@ def _open(options: BuildOptions, target: Target, phases: Phases, stack: ExitStac
     return OpenedModel(checkpoint, model, parameters, compute, tokenizer, profile, group)
 
 
-def _plan(options: BuildOptions, target: Target, opened: OpenedModel, phases: Phases) -> PlannedBuild:
-    config = opened.model.config
+def _trace(opened: OpenedModel, phases: Phases) -> TracedModel:
     with phases.phase("trace") as notes:
+        config = opened.model.config
         traced = TraceOptions(opened.group.block_size, opened.group.table_width, cache_dtype(opened.compute))
         forward = trace_forward(opened.model.family, config, opened.parameters, traced)
         samplers = [trace_sampler(variant, config.vocab_size) for variant in SAMPLING_VARIANTS]
         stage0 = replace(forward, model=forward.model.clone(), parameters=dict(forward.parameters))
         notes.append(f"{len(forward.graph)} nodes")
+    return TracedModel(stage0, forward, samplers)
+
+
+def _start_golden(
+    target: Target,
+    opened: OpenedModel,
+    traced: TracedModel,
+    loaded: list[Parameter],
+    load_parameter: LoadParameter,
+) -> Background[GoldenMember]:
+    """Golden values computed beside the following phases. `loaded`: what `load_parameter` holds in memory."""
+    bucket = next(bucket for ladder, bucket in target.buckets(opened.profile) if ladder == MIXED)
+    vocab_size = opened.model.config.vocab_size
+
+    def work(keep_going: Callable[[], None]) -> GoldenMember:
+        reason = why_no_golden(loaded)
+        if reason:
+            return GoldenMember(f"none: {reason}", b"")
+        cases = golden_cases(vocab_size, _special_ids(opened), bucket, opened.profile.max_seq_len)
+        data = compute_golden(traced.stage0, cases, opened.group, load_parameter, opened.compute, keep_going)
+        return GoldenMember("full", data)
+
+    return Background(work)
+
+
+def _plan(
+    options: BuildOptions, target: Target, opened: OpenedModel, traced: TracedModel, phases: Phases
+) -> PlannedBuild:
+    forward = traced.forward
     with phases.phase("optimize") as notes:
         passes = optimize(forward, opened.compute, options.dump_passes)
         notes.append(f"{len(forward.graph)} nodes left, {sum(p.matches for p in passes)} matches")
@@ -135,31 +183,27 @@ def _plan(options: BuildOptions, target: Target, opened: OpenedModel, phases: Ph
         layout = layout_weights(forward.parameters.values())
         planned = plan_engine(
             forward,
-            samplers,
+            traced.samplers,
             (opened.group,),
             target.buckets(opened.profile),
             layout,
-            config.vocab_size,
-            max_rows=2 * opened.profile.max_seqs,  # a finished row may be in flight while its successor starts
+            opened.model.config.vocab_size,
+            # a finished sequence's row may still be in flight while its successor starts
+            max_rows=2 * opened.profile.max_seqs,
         )
         needs = memory_needs(planned.header, opened.profile)
         if options.target == "cpu":  # this very machine
             check_fits(needs, machine_memory_bytes())
         notes.append(f"{len(planned.arrays.records)} records, {size_text(needs.minimum)} for one sequence")
-    return PlannedBuild(stage0, forward, passes, layout, planned)
+    return PlannedBuild(forward, passes, layout, planned)
 
 
 def _dry_run(
-    options: BuildOptions, target: Target, opened: OpenedModel, built: PlannedBuild, phases: Phases
+    target: Target, opened: OpenedModel, built: PlannedBuild, report: dict[str, Any], phases: Phases
 ) -> BuildResult:
-    report = _report(options, opened, built, "none: dry run")
     needs = memory_needs(built.planned.header, opened.profile)
-    name = opened.checkpoint.name
-    print(
-        describe_plan_text(
-            name, target, opened.compute, opened.profile, built.planned, needs, report["schemes"]
-        )
-    )
+    name, schemes = opened.checkpoint.name, report["schemes"]
+    print(describe_plan_text(name, target, opened.compute, opened.profile, built.planned, needs, schemes))
     return BuildResult(None, report, phases.seconds, peak_memory_bytes())
 
 
@@ -169,18 +213,20 @@ def _write(
     opened: OpenedModel,
     built: PlannedBuild,
     library: Background[Path],
+    golden: Background[GoldenMember],
     phases: Phases,
 ) -> BuildResult:
     assert options.output is not None
 
     def between() -> None:
         library.check()
+        golden.check()
         phases.check_time()
 
     expected_bytes = built.layout.num_bytes if options.weights != "dummy" else built.layout.constants_bytes
     with (
         EngineFileWriter(options.output, expected_bytes) as writer,
-        Background(lambda: _source_hashes(options, opened.checkpoint)) as hashes,
+        Background(lambda _: _source_hashes(options, opened.checkpoint)) as hashes,
     ):
         writer.add("graph.onnx", _graph_bytes(built.forward))
         for name, data in encode_plan(built.planned.header, built.planned.arrays).items():
@@ -196,7 +242,9 @@ def _write(
             weights = write_weights(writer, parameters, built.layout, chunks, between)
             notes.append(size_text(built.layout.num_bytes))
         with phases.phase("golden") as notes:
-            golden_level = _write_golden(writer, options, opened, built)
+            golden_level, golden_data = golden.result()
+            if golden_data:
+                writer.add(GOLDEN_MEMBER, golden_data)
             notes.append(golden_level)
         with phases.phase("kernels") as notes:
             notes.append(library.result().name)
@@ -207,30 +255,6 @@ def _write(
             notes.append(f"{options.output}, {size_text(options.output.stat().st_size)}")
     phases.say(f"built in {phases.total():.2f} s, peak memory {size_text(peak_memory_bytes())}")
     return BuildResult(manifest, report, phases.seconds, peak_memory_bytes())
-
-
-def _write_golden(
-    writer: EngineFileWriter,
-    options: BuildOptions,
-    opened: OpenedModel,
-    built: PlannedBuild,
-) -> str:
-    """Add the golden member; returns its level, "full" or "none: why"."""
-    engine_parameters = list(built.forward.parameters.values())
-    reason = why_no_golden(engine_parameters)
-    if reason:
-        return f"none: {reason}"
-    if options.weights == "file":
-        load_parameter = checkpoint_values(opened.checkpoint)
-    else:
-        load_parameter = made_up_values(engine_parameters)
-    bucket = next(plan.bucket for plan in built.planned.header.plans if plan.ladder == MIXED)
-    cases = golden_cases(
-        opened.model.config.vocab_size, _special_ids(opened), bucket, opened.profile.max_seq_len
-    )
-    golden = compute_golden(built.stage0, cases, opened.group, load_parameter, opened.compute)
-    writer.add(GOLDEN_MEMBER, golden)
-    return "full"
 
 
 def _special_ids(opened: OpenedModel) -> set[int]:

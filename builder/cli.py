@@ -74,7 +74,7 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--compute",
         metavar="|".join(COMPUTE_MODES),
-        help="arithmetic; auto (default): f32 for f32 checkpoints, int8 for kept quantized weights, else bf16",
+        help="auto (default): f32 for f32 checkpoints, int8 for kept quantized weights, else bf16",
     )
     add("--max-seqs", type=int, metavar="N", help="sequences running at once")
     add("--max-seq-len", type=int, metavar="N", help="tokens a sequence may reach, prompt included")

@@ -38,8 +38,8 @@ def describe_plan_text(
     for plan in header.plans:
         bucket = plan.bucket
         lines.append(
-            f"  {plan.name:<24}{plan.records_count:>6} records, {planned.barriers[plan.name]} barriers; up to "
-            f"{bucket.max_tokens} tokens, {bucket.max_seqs} sequences, {bucket.max_logits} logits, "
+            f"  {plan.name:<24}{plan.records_count:>6} records, {planned.barriers[plan.name]} barriers, "
+            f"up to {bucket.max_tokens} tokens, {bucket.max_seqs} sequences, {bucket.max_logits} logits, "
             f"{bucket.max_query_len} tokens a query"
         )
     lines.append("kernels (launches of one forward and its sampling)")

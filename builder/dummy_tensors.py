@@ -65,8 +65,8 @@ def dummy_values(parameter: Parameter) -> np.ndarray:
 def _code_statistics(name: str) -> tuple[float, float]:
     """Standard deviation of a block's values for scale 1, and minimum / scale that makes their mean 0.
 
-    All codes are uniform. For two-level schemes the inner scales and minimums are uniform 6-bit (or signed 8-bit)
-    numbers, and the minimum is subtracted.
+    All codes are uniform. For two-level schemes the inner scales and minimums are uniform 6-bit (or signed
+    8-bit) numbers, and the minimum is subtracted.
     """
     scheme = SCHEMES[name]
     mean, square = _moments(0, 2**scheme.bits)

@@ -1,13 +1,14 @@
-"""Golden values: logits of the unfused stage-0 graph in float32, for an engine to verify itself on its target.
+"""Golden values: logits of the unfused stage-0 graph in float32, for an engine to verify itself with.
 
 Each case is one sequence fed in one chunk; parameters stream through one at a time, with the exact values the
 engine stores. Member layout (safetensors): case.i.token_ids int32 [n], case.i.rows int32 [r] (token indices),
-case.i.logit_ids int32 [r, 256] (the 64 most likely ids, then evenly spread ones), case.i.logits float32 [r, 256],
-case.i.logsumexp float32 [r].
+case.i.logit_ids int32 [r, 256] (the 64 most likely ids, then evenly spread ones), case.i.logits
+float32 [r, 256], case.i.logsumexp float32 [r].
 """
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -34,6 +35,13 @@ class Case:
 
     token_ids: np.ndarray  # int32 [n]
     rows: np.ndarray  # int32 [r], ascending, the last token included
+
+
+class GoldenMember(NamedTuple):
+    """What the engine gets."""
+
+    level: str  # "full", or "none: why"
+    data: bytes  # b"" for none
 
 
 def golden_cases(vocab_size: int, special_ids: Iterable[int], bucket: Bucket, max_seq_len: int) -> list[Case]:
@@ -70,12 +78,17 @@ def compute_golden(
     group: CacheGroup,
     load_parameter: Callable[[Parameter], torch.Tensor],
     compute: str,
+    keep_going: Callable[[], None],
 ) -> bytes:
-    """The golden member. `program` is the stage-0 forward; `load_parameter` gives a parameter's float32 values."""
+    """The golden member. `program` is the stage-0 forward; `load_parameter` gives float32 values.
+
+    `keep_going` is called after every node and may raise to stop.
+    """
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)  # the same sums, so the same file, on any number of cores
     try:
-        logits = run(program, _inputs(program, cases, group), load_parameter)["logits"].numpy()
+        inputs = _inputs(program, cases, group)
+        logits = run(program, inputs, load_parameter, lambda *_: keep_going())["logits"].numpy()
     finally:
         torch.set_num_threads(num_threads)
     tensors: dict[str, np.ndarray] = {}

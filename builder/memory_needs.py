@@ -46,8 +46,9 @@ def check_fits(needs: MemoryNeeds, machine_bytes: int | None) -> None:
     if machine_bytes is not None and needs.minimum > machine_bytes:
         raise InputError(
             f"the engine needs {needs.minimum} bytes (weights {needs.weights}, arena {needs.arena}, other "
-            f"{needs.other}, cache of one sequence {needs.sequence_cache}), this machine has {machine_bytes}: lower "
-            "--max-seq-len or --max-batched-tokens, use a smaller checkpoint, or name another machine's --target"
+            f"{needs.other}, one sequence's cache {needs.sequence_cache}), this machine has {machine_bytes}: "
+            "lower --max-seq-len or --max-batched-tokens, use a smaller checkpoint, or name the --target "
+            "of another machine"
         )
 
 

@@ -1,4 +1,4 @@
-"""MODEL of the command line: a checkpoint on disk or the hub, or an alias whose size is known and weights are not."""
+"""MODEL of the command line: a checkpoint on disk or the hub, or an alias of known size without weights."""
 
 import importlib.resources
 import json
@@ -13,10 +13,10 @@ _ALIAS_SCHEME = "bf16"
 
 
 def open_model(name: str, weights: str) -> tuple[Checkpoint, bool]:
-    """The checkpoint named by a Hugging Face folder, a .gguf file, a hub id or an alias; whether it is an alias.
+    """The checkpoint of a Hugging Face folder, a .gguf file, a hub id or an alias; whether it is an alias.
 
-    An alias' checkpoint has shapes and no data, so `weights` must be "dummy" or "random" for it. Raises InputError
-    otherwise, CheckpointError for anything wrong with a checkpoint.
+    An alias' checkpoint has shapes and no data, so `weights` must be "dummy" or "random" for it. Raises
+    InputError otherwise, CheckpointError for anything wrong with a checkpoint.
     """
     aliases = _aliases()
     if name not in aliases or Path(name).exists():

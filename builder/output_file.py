@@ -7,7 +7,7 @@ from castiron.runtime.errors import InputError
 
 
 def check_output(output: Path, model: str) -> None:
-    """Raise InputError if an engine file can't be written there, or would replace the model it is made from."""
+    """Raise InputError if an engine can't be written there, or would replace the model it is made from."""
     folder = output.parent
     if not folder.is_dir():
         raise InputError(f"output folder {folder} does not exist: create it first")

@@ -1,4 +1,4 @@
-"""Weights into the engine file: recipes run slice by slice, packed in their layout, streamed to the writer."""
+"""Weights into the engine file: recipes run slice by slice, packed in their layout, streamed out."""
 
 from collections.abc import Callable, Iterable, Iterator
 

@@ -13,7 +13,7 @@ _SAMPLE_ROWS = 16
 
 
 def relative_error(checkpoint: Checkpoint, parameters: Iterable[Parameter]) -> float:
-    """Largest relative RMS error over the first rows of each converted matrix's first part; 0 if none was converted."""
+    """Largest relative RMS error over the first rows of each converted matrix; 0 if none was converted."""
     worst = 0.0
     for parameter in parameters:
         if parameter.constant is not None or len(parameter.shape) == 1:

@@ -1,4 +1,4 @@
-"""report.json: what the builder decided and why. The same inputs give the same report, so it holds no timings."""
+"""report.json: what the builder decided and why. The same inputs give the same report: no timings in it."""
 
 from collections import Counter
 from collections.abc import Iterable

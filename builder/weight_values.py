@@ -18,7 +18,7 @@ def checkpoint_values(checkpoint: Checkpoint) -> LoadParameter:
 
 
 def made_up_values(engine_parameters: Iterable[Parameter]) -> LoadParameter:
-    """Values made up for the engine's parameters; a parameter that was merged is cut out of the merged one."""
+    """Values made up for the engine's parameters; one that was merged is cut out of the merged one."""
     places: dict[Part, tuple[Parameter, int]] = {}  # part -> engine parameter, its first row there
     for parameter in engine_parameters:
         row = 0

@@ -1,9 +1,10 @@
-"""Ops that only passes create: fusions, and linears on activations quantized to 8 bits. Registered like
+"""Ops that only passes create: fusions, and linears on activations quantized to pairs of int8. Registered like
 ops.py's.
 
-A quantized activation is three tensors: q i8[T, K], scale f32[T, K / 32] and sum f32[T, K / 16], where
-value = q * scale, and sum is scale * (sum of the 16 q), which kernels need for weights with a minimum or zero
-point.
+A quantized activation is three tensors: q i8[T, 2, K], scale f32[T, K / 32] and sum f32[T, K / 16]. Each value
+is two 8-bit digits, value = (256 * q[:, 0] + q[:, 1]) * scale, so that int8 dot products give it 15 bits: one
+digit alone moves a small model's logprobs by 0.1 (perf/LOG.md). sum is scale * (sum of 16 of those integers),
+which kernels need for weights with a minimum or zero point.
 """
 
 import torch
@@ -13,6 +14,8 @@ from castiron.models.ops import REFERENCES, SHAPE_RULES, kv_write_shape, linear_
 
 GROUP = 32  # values sharing a scale
 SUM_GROUP = 16  # values sharing a sum
+DIGITS = 2  # int8 digits of a value, the high one first
+LARGEST_Q = 127 * 256  # of 256 * high + low
 
 _apply_rope, _kv_write, _rms_norm = (REFERENCES[name] for name in ("apply_rope", "kv_write", "rms_norm"))
 
@@ -21,7 +24,7 @@ def _quantized_like(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     rows, k = x.shape
     assert k % GROUP == 0, f"{k} columns, expected a multiple of {GROUP}"
     return (
-        x.new_empty((rows, k), dtype=torch.int8),
+        x.new_empty((rows, DIGITS, k), dtype=torch.int8),
         x.new_empty((rows, k // GROUP)),
         x.new_empty((rows, k // SUM_GROUP)),
     )
@@ -31,22 +34,27 @@ def _quantize(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     rows, k = x.shape
     groups = x.float().reshape(rows, k // GROUP, GROUP)
     amax = groups.abs().amax(-1, keepdim=True)
-    inverse = torch.where(amax > 0, 127.0 / amax, torch.zeros_like(amax))
-    q = torch.round(groups * inverse)  # half to even
-    scale = amax[..., 0] / 127.0
+    inverse = torch.where(amax > 0, LARGEST_Q / amax, torch.zeros_like(amax))
+    q = torch.round(groups * inverse).to(torch.int32)  # half to even
+    low = ((q + 128) & 255) - 128
+    high = (q - low) >> 8
+    low = torch.clamp(low, min=-127)  # -128 has no int8 negative: one more there
+    q = 256 * high + low
+    scale = amax[..., 0] / LARGEST_Q
     sums = q.reshape(rows, k // SUM_GROUP, SUM_GROUP).sum(-1) * scale.repeat_interleave(2, dim=1)
-    return q.reshape(rows, k).to(torch.int8), scale, sums
+    digits = torch.stack([high.reshape(rows, k), low.reshape(rows, k)], dim=1)
+    return digits.to(torch.int8), scale, sums
 
 
 def dequantize_q8(q: Tensor, scale: Tensor) -> Tensor:
-    """q i8[T, K], scale f32[T, K / 32] -> f32[T, K]."""
-    return q.float() * scale.repeat_interleave(GROUP, dim=1)
+    """q i8[T, 2, K], scale f32[T, K / 32] -> f32[T, K]."""
+    return (q[:, 0].float() * 256 + q[:, 1].float()) * scale.repeat_interleave(GROUP, dim=1)
 
 
 @op(_quantized_like)
 def quantize_q8(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """x f32[T, K] -> (q, scale, sum): per 32 values scale = amax / 127, q = round half even(x * (127 /
-    amax)).
+    """x f32[T, K] -> (q, scale, sum): per 32 values scale = amax / 32512, and round half even(x * (32512 / amax))
+    in two digits, the low one from -127 to 127.
     """
     return _quantize(x)
 
@@ -54,8 +62,10 @@ def quantize_q8(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def _linear_q8_shape(
     q: Tensor, scale: Tensor, sum: Tensor, weight: Tensor, bias: Tensor | None = None
 ) -> Tensor:
-    assert (scale.shape[1] * GROUP, sum.shape[1] * SUM_GROUP) == (q.shape[1], q.shape[1]), "scales don't fit"
-    return linear_shape(q, weight, bias)
+    k = q.shape[2]
+    assert q.shape[1] == DIGITS, f"{q.shape[1]} digits, expected {DIGITS}"
+    assert (scale.shape[1] * GROUP, sum.shape[1] * SUM_GROUP) == (k, k), "scales don't fit"
+    return linear_shape(q[:, 0], weight, bias)
 
 
 @op(_linear_q8_shape)

@@ -1,6 +1,6 @@
 """Speed of the CPU's linear kernels, each weight read from memory: GB/s at one row, GMAC/s at many.
 
-    python -m castiron.perf.linear_cpu [--level LEVEL] [--threads N] [--schemes q4_1,q8_0] [--kernel linear_q8]
+    python -m castiron.perf.linear_cpu [--level LEVEL] [--threads N] [--kernel linear_q8] [--schemes q4_1]
                                        [--rows 1,16,512] [--shapes 576x1536] [--seconds S] [--json FILE]
 
 A shape is KxN. For one row the floor is the weights' bytes at the read bandwidth measured here, with as many
@@ -9,7 +9,6 @@ threads; the weights of a measurement are copies that together exceed the last-l
 
 import argparse
 import concurrent.futures
-import ctypes
 import json
 import os
 import platform
@@ -17,6 +16,7 @@ import statistics
 import struct
 import sys
 import time
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -26,64 +26,56 @@ from castiron.plugins_cpu import layouts
 from castiron.plugins_cpu.compile import build_library
 from castiron.plugins_cpu.specs import SPECS, TYPE_CODES
 from castiron.runtime.devices import kernel_library
-from castiron.runtime.errors import CastironError, InputError, WorkFailedError
-from castiron.runtime.step_abi import HEADER_WORDS
+from castiron.runtime.devices.cpu_library import CI_RECORD_DTYPE, CpuLibrary
+from castiron.runtime.errors import CastironError, InputError
+from castiron.runtime.plan_format import RecordFlag
+from castiron.runtime.step_abi import HEADER_FIELDS, HEADER_WORDS
 
 SHAPES = ((576, 1536), (1536, 576), (576, 49152))  # k, n
 ROWS = (1, 16, 512)
 WORKING_SET_BYTES = 256 << 20  # beyond any last-level cache this runs on
-BARRIER = 1  # RecordFlag.BARRIER
-
-
-class _KernelInfo(ctypes.Structure):
-    _fields_ = (("name", ctypes.c_char_p), ("fn", ctypes.c_void_p), ("params_bytes", ctypes.c_uint32))
-
-
-class _Record(ctypes.Structure):
-    _fields_ = (
-        ("fn", ctypes.c_void_p),
-        ("params", ctypes.c_void_p),
-        ("flags", ctypes.c_uint32),
-        ("pad", ctypes.c_uint32),
-    )
 
 
 class KernelRunner:
     """A level's library with a pool of threads, running lists of records."""
 
     def __init__(self, level: str, threads: int) -> None:
-        self._library = ctypes.CDLL(str(build_library(level)))
-        self._library.ci_num_kernels.restype = ctypes.c_uint32
-        self._library.ci_kernels.restype = ctypes.POINTER(_KernelInfo)
-        self._library.ci_pool_create.restype = ctypes.c_void_p
-        self._library.ci_pool_create.argtypes = (ctypes.c_int32, ctypes.c_void_p)
-        self._library.ci_pool_destroy.argtypes = (ctypes.c_void_p,)
-        self._library.ci_run.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint32, ctypes.c_void_p)
-        self._library.ci_last_error.restype = ctypes.c_char_p
-        infos = self._library.ci_kernels()
-        self._kernels = {infos[i].name.decode(): infos[i].fn for i in range(self._library.ci_num_kernels())}
-        cores = (ctypes.c_int32 * threads)(*sorted(os.sched_getaffinity(0))[:threads])
-        self._pool = self._library.ci_pool_create(threads, cores)
-        if not self._pool:
-            raise WorkFailedError(self._library.ci_last_error().decode())
+        self._library = CpuLibrary(build_library(level), level)
+        self._pool = self._library.create_pool(sorted(os.sched_getaffinity(0))[:threads])
         self._header = np.zeros(HEADER_WORDS, np.int32)
 
     def median_seconds(self, kernel: str, params: list[bytes], num_rows: int, seconds: float) -> float:
         """Median seconds of a run over all parameter blocks in order, repeated for `seconds`."""
         blocks = [np.frombuffer(block, np.uint8).copy() for block in params]
-        records = (_Record * len(blocks))(*(_Record(self._kernels[kernel], b.ctypes.data, BARRIER, 0) for b in blocks))
-        self._header[:3] = num_rows
+        records = np.zeros(len(blocks), CI_RECORD_DTYPE)
+        records["fn"] = self._library.kernels[kernel][0]
+        records["params"] = [block.ctypes.data for block in blocks]
+        records["flags"] = RecordFlag.BARRIER
+        self._header[HEADER_FIELDS.index("num_tokens")] = num_rows  # Count 0, what pack_call leaves
         times: list[float] = []
         stop = time.perf_counter() + seconds
         while len(times) < 4 or time.perf_counter() < stop:
             start = time.perf_counter()
-            self._library.ci_run(self._pool, records, len(records), self._header.ctypes.data)
+            self._library.run(self._pool, records.ctypes.data, len(records), self._header.ctypes.data)
             times.append(time.perf_counter() - start)
         return statistics.median(times[1:])
 
     def close(self) -> None:
         """Stop the threads."""
-        self._library.ci_pool_destroy(self._pool)
+        self._library.destroy_pool(self._pool)
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One kernel on one shape and number of activation rows."""
+
+    kernel: str
+    k: int
+    n: int
+    rows: int
+    us: float  # a call
+    weight_gb_s: float  # bytes of the weight over the time
+    gmac_s: float
 
 
 def read_bandwidth(threads: int, seconds: float = 1.0) -> float:
@@ -106,7 +98,9 @@ def pack_call(kernel: str, **fields: object) -> bytes:
     return struct.pack("<" + "".join(TYPE_CODES[p.type] for p in SPECS[kernel].parameters), *numbers)
 
 
-def measure(runner: KernelRunner, op: str, scheme: str, k: int, n: int, rows: int, seconds: float) -> dict[str, object]:
+def measure(
+    runner: KernelRunner, op: str, scheme: str, k: int, n: int, rows: int, seconds: float
+) -> Measurement:
     """One scheme, shape and number of rows: seconds a call, weight GB/s, GMAC/s."""
     rng = np.random.default_rng(0)
     weight_bytes = layouts.packed_bytes(scheme, n, k)
@@ -114,23 +108,16 @@ def measure(runner: KernelRunner, op: str, scheme: str, k: int, n: int, rows: in
     weights = rng.integers(0, 64, (num_copies, weight_bytes), np.uint8)  # as f16 scales: small and finite
     y = np.empty((rows, n), np.float32)
     if op == "linear_q8":
-        q = rng.integers(-127, 128, (rows, k), np.int8)
-        scale = np.full((rows, k // 32), 0.01, np.float32)
+        q = rng.integers(-127, 128, (rows, 2, k), np.int8)
+        scale = np.full((rows, k // 32), 1e-4, np.float32)
         inputs: dict[str, object] = {"q": q, "scale": scale, "sum": np.zeros((rows, k // 16), np.float32)}
     else:
         inputs = {"x": rng.standard_normal((rows, k), np.float32), "x_stride": k}
     kernel = f"{op}.{scheme}"
     calls = [pack_call(kernel, weight=w, y=y, y_stride=n, n=n, k=k, **inputs) for w in weights]
     per_call = runner.median_seconds(kernel, calls, rows, seconds) / num_copies
-    return {
-        "kernel": kernel,
-        "k": k,
-        "n": n,
-        "rows": rows,
-        "us": per_call * 1e6,
-        "weight_gb_s": weight_bytes / per_call / 1e9,
-        "gmac_s": rows * n * k / per_call / 1e9,
-    }
+    gb_s, gmac_s = weight_bytes / per_call / 1e9, rows * n * k / per_call / 1e9
+    return Measurement(kernel, k, n, rows, per_call * 1e6, gb_s, gmac_s)
 
 
 def _parse_shapes(text: str) -> list[tuple[int, int]]:
@@ -142,8 +129,12 @@ def _parse_shapes(text: str) -> list[tuple[int, int]]:
 
 def main(arguments: list[str] | None = None) -> int:
     """The command line; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m castiron.perf.linear_cpu", description=__doc__.split("\n")[0])
-    parser.add_argument("--level", default=kernel_library.best_level(), help="CPU level (default: this machine's best)")
+    parser = argparse.ArgumentParser(
+        prog="python -m castiron.perf.linear_cpu", description=__doc__.split("\n")[0]
+    )
+    parser.add_argument(
+        "--level", default=kernel_library.best_level(), help="CPU level (default: this machine's best)"
+    )
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--kernel", default="linear_q8", choices=("linear", "linear_q8"))
     parser.add_argument("--schemes", default="", help="comma separated (default: all the kernel has)")
@@ -151,19 +142,22 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--rows", default=",".join(map(str, ROWS)))
     parser.add_argument("--seconds", type=float, default=0.5, help="to measure each for")
     parser.add_argument("--json", type=Path)
-    options = parser.parse_args(arguments)
+    options: argparse.Namespace = parser.parse_args(arguments)
     try:
-        return _run(options)
+        _run(options)
     except CastironError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
+    return 0
 
 
-def _run(options: argparse.Namespace) -> int:
+def _run(options: argparse.Namespace) -> None:
     schemes = options.schemes.split(",") if options.schemes else list(QUANTIZED_SCHEMES)
     for scheme in schemes:
         if f"{options.kernel}.{scheme}" not in SPECS:
-            raise InputError(f"there is no kernel {options.kernel}.{scheme}: schemes are {', '.join(SCHEMES)}")
+            raise InputError(
+                f"there is no kernel {options.kernel}.{scheme}: schemes are {', '.join(SCHEMES)}"
+            )
     bandwidth = read_bandwidth(options.threads)
     runner = KernelRunner(options.level, options.threads)
     print(f"{options.level}, {options.threads} threads, memory reads {bandwidth / 1e9:.1f} GB/s")
@@ -175,12 +169,12 @@ def _run(options: argparse.Namespace) -> int:
             for rows in map(int, options.rows.split(",")):
                 result = measure(runner, options.kernel, scheme, k, n, rows, options.seconds)
                 results.append(result)
-                line = f"{result['kernel']:16} {k:5} x {n:5}  {rows:4} rows  {result['us']:9.1f} us"
+                line = f"{result.kernel:16} {k:5} x {n:5}  {rows:4} rows  {result.us:9.1f} us"
                 if rows == 1:
-                    share = result["weight_gb_s"] / (bandwidth / 1e9)
-                    print(f"{line}  {result['weight_gb_s']:7.2f} GB/s  {share:5.2f} of the floor")
+                    share = result.weight_gb_s / (bandwidth / 1e9)
+                    print(f"{line}  {result.weight_gb_s:7.2f} GB/s  {share:5.2f} of the floor")
                 else:
-                    print(f"{line}  {result['gmac_s']:7.1f} GMAC/s")
+                    print(f"{line}  {result.gmac_s:7.1f} GMAC/s")
     runner.close()
     if options.json:
         document = {
@@ -189,10 +183,9 @@ def _run(options: argparse.Namespace) -> int:
             "level": options.level,
             "threads": options.threads,
             "read_bandwidth_gb_s": bandwidth / 1e9,
-            "results": results,
+            "results": [asdict(result) for result in results],
         }
         options.json.write_text(json.dumps(document, indent=1) + "\n")
-    return 0
 
 
 if __name__ == "__main__":

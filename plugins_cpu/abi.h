@@ -36,7 +36,9 @@ struct RmsNormParams {
     float eps;
     int32_t pad;
 };
-struct RmsNormQ8Params {  // y quantized: q int8 [rows, dim], scale f32 [rows, dim / 32], sum f32 [rows, dim / 16]
+// Quantized activations are two int8 digits a value, (256 * q[0] + q[1]) * scale: q int8 [rows, 2, dim],
+// scale f32 [rows, dim / 32], sum f32 [rows, dim / 16] = scale * the sum of 16 such integers.
+struct RmsNormQ8Params {
     const float *x, *weight;
     int8_t *q;
     float *scale, *sum;
@@ -78,8 +80,8 @@ struct LinearParams {  // y = x . weight^T (+ bias)
     int32_t count, n, k, pad;
 };
 struct LinearQ8Params {
-    const int8_t *q;           // [rows, k], dense
-    const float *scale, *sum;  // [rows, k / 32], [rows, k / 16] (scale * sum of q over 16)
+    const int8_t *q;  // [rows, 2, k], dense
+    const float *scale, *sum;
     const void *weight;
     const float *bias;
     float *y;
@@ -102,8 +104,8 @@ struct ApplyRopeParams {  // split-half rotation of the first 2 * half dims of e
 };
 struct KvWriteParams {
     const float *k, *v;
-    void *cache;                    // [num_blocks, 2, kv_heads, block_size, head_dim]
-    const int64_t *slot_mapping;    // [tokens], -1 = skip
+    void *cache;                  // [num_blocks, 2, kv_heads, block_size, head_dim]
+    const int64_t *slot_mapping;  // [tokens], -1 = skip
     int64_t k_stride, v_stride;
     int32_t count, kv_heads, block_size, head_dim;
 };
@@ -151,8 +153,8 @@ struct GatherRowsParams {
     int32_t count, dim;
 };
 struct SampleGreedyParams {
-    const float *logits;         // [logits, vocab]
-    const int32_t *sample_rows;  // row whose last_token is set; -1 = none
+    const float *logits;          // [logits, vocab]
+    const int32_t *sample_rows;   // row whose last_token is set; -1 = none
     const int32_t *num_logprobs;  // -1 = none
     int32_t *last_token, *sampled_token_ids;
     float *sampled_logprobs;
@@ -197,8 +199,9 @@ const char *ci_source_hash(void);  // sha256 hex of the sources and flags, as th
 const char *ci_level(void);
 uint32_t ci_num_kernels(void);
 const CiKernelInfo *ci_kernels(void);
-// Threads are pinned to the cores in `cores` (num_threads of them), started once, spin <= 50 us and then sleep.
-// Asks for AMX permission first on the amx level. Null: threads or permission were refused (see ci_last_error).
+// Threads are pinned to the cores in `cores` (num_threads of them), started once, spin <= 50 us and then
+// sleep. Asks for AMX permission first on the amx level. Null: threads or permission were refused (see
+// ci_last_error).
 CiPool *ci_pool_create(int32_t num_threads, const int32_t *cores);
 void ci_pool_destroy(CiPool *pool);
 const char *ci_last_error(void);

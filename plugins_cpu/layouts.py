@@ -33,7 +33,7 @@ from castiron.models.schemes import SCHEMES
 LAYOUT = "n16"
 PANEL_ROWS = 16
 _BLOCK_32 = 32  # k covered by one set of code planes
-_STRIP_BYTES = 1 << 18  # packed at a time
+_STRIP_BYTES = 1 << 19  # packed at a time
 
 # bytes of a checkpoint block's parts, in its order
 _BLOCK_PARTS: dict[str, tuple[tuple[str, int], ...]] = {
@@ -54,7 +54,9 @@ def row_bytes(scheme: str, k: int) -> int:
     """Bytes of one checkpoint row of k elements. Raises ValueError if k isn't a multiple of the block."""
     record = SCHEMES[scheme]
     if k < 1 or k % record.block_size:
-        raise ValueError(f"{scheme} row has {k} elements, expected a positive multiple of {record.block_size}")
+        raise ValueError(
+            f"{scheme} row has {k} elements, expected a positive multiple of {record.block_size}"
+        )
     return k // record.block_size * record.block_bytes
 
 
@@ -65,7 +67,7 @@ def packed_bytes(scheme: str, n: int, k: int) -> int:
 
 
 def pack(scheme: str, rows: np.ndarray, k: int) -> np.ndarray:
-    """Pack checkpoint rows, uint8 [r, row_bytes], into n16, a new flat uint8 array of packed_bytes(scheme, r, k).
+    """Pack checkpoint rows, uint8 [r, row_bytes], into n16: a new flat array of packed_bytes(scheme, r, k).
 
     The last panel is padded with zero rows: packs of row slices that start at multiples of 16 concatenate to
     the pack of the whole. Raises ValueError for a wrong dtype or shape.
@@ -90,7 +92,9 @@ def unpack(scheme: str, packed: np.ndarray, n: int, k: int) -> np.ndarray:
     """
     expected = packed_bytes(scheme, n, k)
     if packed.dtype != np.uint8 or packed.size != expected:
-        raise ValueError(f"packed {scheme} is {packed.dtype} of {packed.size} bytes, expected uint8 of {expected}")
+        raise ValueError(
+            f"packed {scheme} is {packed.dtype} of {packed.size} bytes, expected uint8 of {expected}"
+        )
     rows = np.empty((n, row_bytes(scheme, k)), np.uint8)
     unpack_strip = _unpack_blocks if SCHEMES[scheme].is_quantized else _unpack_dense
     for first, last, strip in _strips(scheme, n, k, np.ascontiguousarray(packed).reshape(-1)):
@@ -99,7 +103,7 @@ def unpack(scheme: str, packed: np.ndarray, n: int, k: int) -> np.ndarray:
 
 
 def _strips(scheme: str, n: int, k: int, packed: np.ndarray) -> Iterator[tuple[int, int, np.ndarray]]:
-    """Runs of whole panels small enough for the processor's cache: first row, last row (excluded), packed bytes."""
+    """Runs of whole panels that fit the processor's cache: first row, last row (excluded), packed bytes."""
     panel_bytes = packed_bytes(scheme, PANEL_ROWS, k)
     panels_per_strip = max(1, _STRIP_BYTES // panel_bytes)
     for panel in range(0, -(-n // PANEL_ROWS), panels_per_strip):
@@ -110,17 +114,21 @@ def _strips(scheme: str, n: int, k: int, packed: np.ndarray) -> Iterator[tuple[i
 def _pack_blocks(scheme: str, rows: np.ndarray, packed: np.ndarray, k: int) -> None:
     block_bytes = SCHEMES[scheme].block_bytes
     blocks = rows.reshape(-1, PANEL_ROWS, k // SCHEMES[scheme].block_size, block_bytes)
-    fields = _packed_fields(scheme, packed.reshape(blocks.shape[0], blocks.shape[2], PANEL_ROWS * block_bytes))
+    fields = _packed_fields(
+        scheme, packed.reshape(blocks.shape[0], blocks.shape[2], PANEL_ROWS * block_bytes)
+    )
     start = 0
     for name, num_bytes in _BLOCK_PARTS[scheme]:
-        part = np.ascontiguousarray(blocks[..., start : start + num_bytes])  # [panels, 16, blocks, num_bytes]
+        part = blocks[..., start : start + num_bytes]  # [panels, 16, blocks, num_bytes]
         start += num_bytes
         if name == "scales":
             fields[name][...] = part.transpose(0, 2, 3, 1)
         elif name in _HEADER_PARTS:
             fields[name][...] = part.view("<u2")[..., 0].swapaxes(1, 2)
         else:
-            words = _regroup(scheme, name, part).view("<u4").reshape(*part.shape[:3], *fields[name].shape[2:4])
+            words = (
+                _regroup(scheme, name, part).view("<u4").reshape(*part.shape[:3], *fields[name].shape[2:4])
+            )
             fields[name][...] = words.transpose(0, 2, 3, 4, 1)
 
 
@@ -137,10 +145,10 @@ def _unpack_blocks(scheme: str, packed: np.ndarray, k: int) -> np.ndarray:
         if name == "scales":
             part[...] = fields[name].transpose(0, 3, 1, 2)
         elif name in _HEADER_PARTS:
-            part[...] = np.ascontiguousarray(fields[name].swapaxes(1, 2))[..., None].view(np.uint8)
+            part.view("<u2")[..., 0] = fields[name].swapaxes(1, 2)
         else:
-            words = np.ascontiguousarray(fields[name].transpose(0, 4, 1, 2, 3))
-            part[...] = _ungroup(scheme, name, words.view(np.uint8).reshape(part.shape))
+            words = np.ascontiguousarray(fields[name].transpose(0, 4, 1, 2, 3)).reshape(*part.shape[:3], -1)
+            part.view("<u4")[...] = _ungroup(scheme, name, words.view(np.uint8)).view("<u4")
     return blocks.reshape(packed.shape[0] * PANEL_ROWS, -1)
 
 
@@ -172,7 +180,9 @@ def _packed_fields(scheme: str, packed: np.ndarray) -> dict[str, np.ndarray]:
         if name in parts:
             field = packed[..., start : start + PANEL_ROWS * parts[name]]
             start += PANEL_ROWS * parts[name]
-            fields[name] = field.reshape(*packed.shape[:2], -1, PANEL_ROWS) if name == "scales" else field.view("<u2")
+            fields[name] = (
+                field.reshape(*packed.shape[:2], -1, PANEL_ROWS) if name == "scales" else field.view("<u2")
+            )
     num_subblocks = SCHEMES[scheme].block_size // _BLOCK_32
     words = packed[..., start:].view("<u4").reshape(*packed.shape[:2], num_subblocks, -1, PANEL_ROWS)
     start = 0
@@ -214,60 +224,64 @@ def _regroup(scheme: str, name: str, part: np.ndarray) -> np.ndarray:
     lead = part.shape[:-1]
     if SCHEMES[scheme].block_size == _BLOCK_32:
         return _rotate_bits(part.view("<u4"), 2).view(np.uint8) if name == "high1" else part
-    if name == "nibbles":
-        low, high = part & 0x0F, part >> 4
-        if scheme == "q6_k":  # halves of 128: low nibbles are subblocks 0 and 1, high ones 2 and 3
-            shape = (*lead, 2, 1, 2, 32)
-            codes = np.concatenate([low.reshape(shape), high.reshape(shape)], axis=-3)
-        else:  # low nibbles of 32 bytes are an even subblock, high ones the odd one
-            codes = np.stack([low.reshape(*lead, 4, 32), high.reshape(*lead, 4, 32)], axis=-2)
-        codes = codes.reshape(*lead, 8, 2, 16)
-        return (codes[..., 0, :] | codes[..., 1, :] << 4).reshape(*lead, -1)
-    if name == "high1":  # byte l, bit s -> subblock s, byte l % 4, bit l // 4
-        groups = np.ascontiguousarray(part.reshape(*lead, 8, 4).swapaxes(-1, -2)).view("<u8")  # [..., 4, 1]
-        return _transpose_bits(groups).view(np.uint8).reshape(*lead, 4, 8).swapaxes(-1, -2).reshape(*lead, -1)
-    # high2: half h, byte 16p + 4f + j, field q -> subblock 4h + q, plane p, byte j, field f
-    fields = np.ascontiguousarray(part.reshape(*lead, 2, 2, 4, 4).swapaxes(-1, -2)).view("<u4")
-    bytes_ = _transpose_pairs(fields).view(np.uint8).reshape(*lead, 2, 2, 4, 4)  # [..., h, p, j, q]
-    return np.ascontiguousarray(np.moveaxis(bytes_, -1, -3)).reshape(*lead, -1)  # [..., h, q, p, j]
+    part = np.ascontiguousarray(part)
+    if name == "nibbles":  # 32 bytes: low nibbles are one subblock, high nibbles another
+        first, second = np.moveaxis(part.view("<u8").reshape(*lead, 4, 2, 2), -2, 0)
+        low, high = _exchange_nibbles(first, second)
+        if scheme == "q6_k":  # halves of 128: subblocks 0 and 1 low, 2 and 3 high
+            codes = np.stack([low.reshape(*lead, 2, 2, 2), high.reshape(*lead, 2, 2, 2)], axis=-3)
+        else:  # even subblocks low, odd ones high
+            codes = np.stack([low, high], axis=-2)
+        return codes.view(np.uint8).reshape(*lead, -1)
+    words = part.view("<u4")
+    if name == "high1":  # group g, bit s -> subblock s, bit g
+        return _transpose_fields(words, 1).view(np.uint8).reshape(*lead, -1)
+    # high2: half h, plane p, group f of 4, field q -> subblock 4h + q, plane p, field f
+    fields = _transpose_fields(words.reshape(*lead, 2, 2, 4), 2)  # [..., h, p, q]
+    return np.ascontiguousarray(fields.swapaxes(-1, -2)).view(np.uint8).reshape(*lead, -1)
 
 
 def _ungroup(scheme: str, name: str, codes: np.ndarray) -> np.ndarray:
-    """The inverse of _regroup."""
+    """The inverse of _regroup; `codes` is contiguous."""
     lead = codes.shape[:-1]
     if SCHEMES[scheme].block_size == _BLOCK_32:
         return _rotate_bits(codes.view("<u4"), 3).view(np.uint8) if name == "high1" else codes
     if name == "nibbles":
-        pairs = codes.reshape(*lead, 8, 16)
-        elements = np.concatenate([pairs & 0x0F, pairs >> 4], axis=-1)  # [..., 8, 32]
+        words = codes.view("<u8")
         if scheme == "q6_k":
-            halves = elements.reshape(*lead, 2, 2, 64)
-            return (halves[..., 0, :] | halves[..., 1, :] << 4).reshape(*lead, -1)
-        halves = elements.reshape(*lead, 4, 2, 32)
-        return (halves[..., 0, :] | halves[..., 1, :] << 4).reshape(*lead, -1)
+            low, high = np.moveaxis(words.reshape(*lead, 2, 2, 4), -2, 0)
+        else:
+            low, high = np.moveaxis(words.reshape(*lead, 4, 2, 2), -2, 0)
+        first, second = (half.reshape(*lead, 4, 2) for half in _exchange_nibbles(low, high))
+        return np.stack([first, second], axis=-2).view(np.uint8).reshape(*lead, -1)
+    words = codes.view("<u4")
     if name == "high1":
-        groups = np.ascontiguousarray(codes.reshape(*lead, 8, 4).swapaxes(-1, -2)).view("<u8")
-        return _transpose_bits(groups).view(np.uint8).reshape(*lead, 4, 8).swapaxes(-1, -2).reshape(*lead, -1)
-    bytes_ = np.ascontiguousarray(np.moveaxis(codes.reshape(*lead, 2, 4, 2, 4), -3, -1)).view("<u4")
-    fields = _transpose_pairs(bytes_).view(np.uint8).reshape(*lead, 2, 2, 4, 4)  # [..., h, p, j, f]
-    return fields.swapaxes(-1, -2).reshape(*lead, -1)
+        return _transpose_fields(words, 1).view(np.uint8).reshape(*lead, -1)
+    fields = np.ascontiguousarray(words.reshape(*lead, 2, 4, 2).swapaxes(-1, -2))  # [..., h, p, q]
+    return _transpose_fields(fields, 2).view(np.uint8).reshape(*lead, -1)
 
 
-def _swap(words: np.ndarray, mask: int, shift: int) -> np.ndarray:
-    """Exchange the bits under `mask` with those `shift` above (a delta swap, Hacker's Delight 7-3)."""
-    word = words.dtype.type
-    moved = (words ^ words >> word(shift)) & word(mask)
-    return words ^ moved ^ moved << word(shift)
+def _exchange_nibbles(first: np.ndarray, second: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Byte by byte: the high nibble of `first` and the low nibble of `second` change places."""
+    first, second = np.ascontiguousarray(first), np.ascontiguousarray(second)
+    low = np.uint64(0x0F0F0F0F0F0F0F0F)
+    return first & low | (second & low) << np.uint64(4), first >> np.uint64(4) & low | second & ~low
 
 
-def _transpose_bits(words: np.ndarray) -> np.ndarray:
-    """Each u64 as an 8 x 8 bit matrix, transposed: bit 8a + b moves to 8b + a."""
-    words = _swap(words, 0x00AA00AA00AA00AA, 7)
-    words = _swap(words, 0x0000CCCC0000CCCC, 14)
-    return _swap(words, 0x00000000F0F0F0F0, 28)
+def _transpose_fields(words: np.ndarray, bits: int) -> np.ndarray:
+    """u32 [..., 8 / bits]: in each of the 4 bytes, field b of word a moves to field a of word b.
 
-
-def _transpose_pairs(words: np.ndarray) -> np.ndarray:
-    """Each u32 as a 4 x 4 matrix of 2-bit fields, transposed."""
-    words = _swap(words, 0x00CC00CC, 6)
-    return _swap(words, 0x0000F0F0, 12)
+    A matrix transposed by exchanging its off-diagonal quarters, and theirs (Hacker's Delight 7-3).
+    """
+    count = 8 // bits
+    matrix = np.moveaxis(words, -1, 0).copy()
+    distance = count // 2
+    while distance:
+        fields = [((1 << bits) - 1) << bits * b for b in range(count) if not b & distance]
+        mask, shift = np.uint32(0x01010101 * sum(fields)), np.uint32(bits * distance)
+        pairs = matrix.reshape(-1, 2, distance, *matrix.shape[1:])
+        moved = (pairs[:, 0] >> shift ^ pairs[:, 1]) & mask
+        pairs[:, 1] ^= moved
+        pairs[:, 0] ^= moved << shift
+        distance //= 2
+    return np.ascontiguousarray(np.moveaxis(matrix, 0, -1))

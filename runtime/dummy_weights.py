@@ -1,9 +1,9 @@
 """Made-up weights from a counter-based generator: the same bytes wherever they are computed, in any slices.
 
-An engine built with --weights dummy carries a list of DummyTensor records instead of weights; they are written
-straight in the kernels' layout, which a record describes as a repeating unit, so nothing here knows schemes.
-Random words are Philox4x64-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011), keyed by the
-tensor's name: 32 bytes for each value of the counter, which starts at 1.
+An engine built with --weights dummy carries a list of DummyTensor records instead of weights; they are
+written straight in the kernels' layout, which a record describes as a repeating unit, so nothing here knows
+schemes. Random words are Philox4x64-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011),
+keyed by the tensor's name: 32 bytes for each value of the counter, which starts at 1.
 """
 
 import hashlib
@@ -24,9 +24,9 @@ _ITEMSIZES = {"f32": 4, "f16": 2, "bf16": 2, "codes": 1}
 class DummyTensor(msgspec.Struct, frozen=True):
     """One parameter to make up.
 
-    Dense elements are mean + amplitude * u, u uniform in [-1, 1) with 16 bits. Of "codes", every unit is random
-    bytes that begin with 16 f16 scales = mean + amplitude * u and, where minimum_factor isn't 0, 16 f16 minimums =
-    minimum_factor * scale.
+    Dense elements are mean + amplitude * u, u uniform in [-1, 1) with 16 bits. Of "codes", every unit is
+    random bytes that begin with 16 f16 scales = mean + amplitude * u and, where minimum_factor isn't 0,
+    16 f16 minimums = minimum_factor * scale.
     """
 
     name: str

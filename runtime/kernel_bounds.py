@@ -109,7 +109,7 @@ def _dense(item_bytes: int, *dims: str, divisor: int = 1) -> Extent:
 
 def _q8(dim: str) -> dict[str, Extent]:
     return {
-        "q": _dense(1, "num_rows", dim),
+        "q": _dense(2, "num_rows", dim),  # two int8 digits
         "scale": _dense(F32, "num_rows", dim, divisor=32),
         "sum": _dense(F32, "num_rows", dim, divisor=16),
     }

@@ -130,7 +130,9 @@ class Checkpoint:
     def _descriptor(self, path: Path) -> int:
         if path not in self._descriptors:
             try:
-                self._descriptors[path] = os.open(path, os.O_RDONLY)
+                descriptor = os.open(path, os.O_RDONLY)
             except OSError as error:
                 raise CheckpointError(f"{path}: can't open: {error.strerror}") from error
+            if self._descriptors.setdefault(path, descriptor) != descriptor:
+                os.close(descriptor)  # another thread was first
         return self._descriptors[path]

@@ -1,4 +1,4 @@
-"""With int8 compute, linears of quantized weights read activations quantized to 8 bits.
+"""With int8 compute, linears of quantized weights read activations quantized to pairs of int8.
 
     y = linear(x, W)   ->   q, scale, sum = quantize_q8(x); y = linear_q8(q, scale, sum, W)
 
@@ -10,7 +10,7 @@ import onnx_ir as ir
 
 from castiron.builder import graph as g
 from castiron.builder.passes.context import PassContext
-from castiron.models.lowered_ops import GROUP, SUM_GROUP
+from castiron.models.lowered_ops import DIGITS, GROUP, SUM_GROUP
 from castiron.models.schemes import SCHEMES
 
 
@@ -50,7 +50,7 @@ def _quantized_values(x: ir.Value) -> list[ir.Value]:
     rows, k = g.shape_of(x)
     assert isinstance(k, int)
     return [
-        g.new_value(f"{x.name}.q", ir.DataType.INT8, (rows, k)),
+        g.new_value(f"{x.name}.q", ir.DataType.INT8, (rows, DIGITS, k)),
         g.new_value(f"{x.name}.scale", ir.DataType.FLOAT, (rows, k // GROUP)),
         g.new_value(f"{x.name}.sum", ir.DataType.FLOAT, (rows, k // SUM_GROUP)),
     ]

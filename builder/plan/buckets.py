@@ -1,4 +1,4 @@
-"""Bucket ladders: the capacities plans are made for. Kernels clip to live counts, so padding costs no work."""
+"""Bucket ladders: the capacities plans are made for. Kernels clip to live counts: padding costs no work."""
 
 import itertools
 from collections.abc import Iterator
@@ -28,7 +28,7 @@ def mixed_bucket(max_tokens: int, max_seqs: int) -> Bucket:
 
 
 def top_buckets(profile: Profile) -> list[tuple[str, Bucket]]:
-    """Two buckets, each as large as the profile: for targets whose kernels lose nothing by large capacities."""
+    """Two buckets as large as the profile: for targets whose kernels lose nothing by large capacities."""
     return [
         (DECODE, decode_bucket(profile.max_seqs, profile.max_seqs)),
         (MIXED, mixed_bucket(profile.max_batched_tokens, profile.max_seqs)),

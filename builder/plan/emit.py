@@ -1,4 +1,4 @@
-"""Launches become plan records: parameter blocks filled from the kernels' bindings, relocations, dependencies."""
+"""Launches become plan records: parameter blocks from the kernels' bindings, relocations, dependencies."""
 
 import struct
 from dataclasses import dataclass, field

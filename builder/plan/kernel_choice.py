@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field, replace
 
+from castiron.builder.dims import format_dim
 from castiron.builder.plan.launches import Launch
 from castiron.builder.plan.views import View, is_dense
 from castiron.plugins_cpu.specs import SPECS, KernelSpec
@@ -19,7 +20,10 @@ class KernelUse:
 
 
 def choose_kernel(launch: Launch, uses: dict[str, KernelUse]) -> Launch:
-    """The launch with its kernel, noted in `uses`. Raises InputError listing each candidate and why it said no."""
+    """The launch with its kernel, noted in `uses`.
+
+    Raises InputError listing each candidate and why it said no.
+    """
     chosen = None
     refused: dict[str, str] = {}
     for spec in SPECS.values():
@@ -84,7 +88,8 @@ def _why_not_strides(spec: KernelSpec, launch: Launch) -> str:
             operand = f"{kind}{index}"
             dense_from = 1 if operand in strided and index not in _must_be_dense(spec, kind) else 0
             if not is_dense(view, dense_from):
-                return f"{operand} has strides {view.strides} over {tuple(map(str, view.shape))}, which it can't read"
+                shape = tuple(format_dim(dim) for dim in view.shape)
+                return f"{operand} has strides {view.strides} over {shape}, which it can't address"
     return ""
 
 

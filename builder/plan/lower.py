@@ -1,7 +1,8 @@
-"""From a program's graph to launches: values get storages, view nodes become views, state writes new versions.
+"""From a program's graph to launches: values get storages, view nodes become views, states get versions.
 
-Storages: step fields, rows fields, caches, parameters and staging fields by their names in the step ABI and the
-graph; logits are one arena storage shared by forward and sampling; every other node output is an arena storage.
+Storages: step fields, rows fields, caches, parameters and staging fields by their names in the step ABI and
+the graph; logits are one arena storage shared by forward and sampling; every other node output is an arena
+storage of its own.
 """
 
 import onnx_ir as ir
@@ -115,11 +116,12 @@ class _Lowering:
         return Program(self._program.kind, tuple(self._launches), view, self._num_views)
 
     def _read(self, value: ir.Value, node: ir.Node) -> View:
-        """The value's view; a state must be read in its newest version (its bytes are overwritten in place)."""
+        """The value's view; a state must be read in its newest version: its bytes are reused."""
         view = self._views[value]
         newest = self._written.get(view.storage, 0)
         assert view.version == newest, (
-            f"{node.name} reads version {view.version} of {view.storage.name} after version {newest} was written"
+            f"{node.name} reads version {view.version} of {view.storage.name} "
+            f"after version {newest} was written"
         )
         return view
 
@@ -149,8 +151,8 @@ class _Lowering:
         reshaped = reshape(source, shapes[0])
         if reshaped is None:
             raise InputError(
-                f"node {node.name}: a reshape of strides {source.strides} needs a copy, which no cpu kernel makes: "
-                "reshape before the slice or transpose"
+                f"node {node.name}: a reshape of strides {source.strides} needs a copy, which no cpu kernel "
+                "makes: reshape before the slice or transpose"
             )
         return [reshaped]
 

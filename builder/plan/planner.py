@@ -109,7 +109,7 @@ def cache_tensors(states: tuple[State, ...]) -> tuple[CacheTensor, ...]:
 
 
 def arena_intervals(program: Program, symbols: dict[str, int]) -> list[Interval]:
-    """When each arena value is live, in launch indices. Logits outlive a forward and precede a sampling program."""
+    """When each arena value is live, in launch indices. Logits are live throughout, and after a forward."""
     spans: dict[str, tuple[int, int, int]] = {}
     for index, launch in enumerate(program.launches):
         for view in (*launch.inputs, *launch.outputs):
@@ -125,7 +125,7 @@ def arena_intervals(program: Program, symbols: dict[str, int]) -> list[Interval]
 def _place_arena(
     program: Program, symbols: dict[str, int]
 ) -> tuple[dict[tuple[MemoryClass, str], int], int, int]:
-    """Arena offsets (logits at 0, reserved for the whole step), the arena's end, and bytes without sharing."""
+    """Arena offsets (logits at 0, reserved all the time), the arena's end, and bytes without sharing."""
     intervals = arena_intervals(program, symbols)
     others = [interval for interval in intervals if interval.name != LOGITS]
     logits = next(interval for interval in intervals if interval.name == LOGITS)

@@ -3,11 +3,14 @@
 from dataclasses import dataclass, replace
 
 from castiron.builder.dims import Dim, evaluate_dim, format_dim
+from castiron.builder.graph import SYMBOLS
 from castiron.runtime.plan_format import MemoryClass
 
 # Two unrelated assignments of every symbol: what holds for both doesn't depend on the symbols.
-_PROBES = ({"num_tokens": 10007, "num_seqs": 20011, "num_logits": 30011, "num_blocks": 40009, "max_rows": 50021},
-           {"num_tokens": 60013, "num_seqs": 70001, "num_logits": 80021, "num_blocks": 90001, "max_rows": 10037})  # fmt: skip
+_PROBES = tuple(
+    dict(zip(SYMBOLS, primes, strict=True))
+    for primes in ((10007, 20011, 30011, 40009, 50021), (60013, 70001, 80021, 90001, 10037))
+)
 
 
 ITEMSIZES = {"f32": 4, "f16": 2, "bf16": 2, "i8": 1, "i32": 4, "i64": 8, "u64": 8, "u32": 4}
@@ -119,7 +122,7 @@ def flatten_inner(view: View) -> View | None:
 
 
 def _reshaped_strides(view: View, shape: tuple[Dim, ...], symbols: dict[str, int]) -> tuple[int, ...] | None:
-    """Strides of the reshaped view: new dims are cut out of runs of old dims that are dense among themselves."""
+    """Strides of the reshaped view: new dims are cut out of runs of old dims that collapse into one."""
     new = [evaluate_dim(dim, symbols) for dim in shape]
     strides = [1] * len(new)
     axis = len(new) - 1

@@ -35,7 +35,7 @@ def layout_weights(parameters: Iterable[Parameter]) -> WeightsLayout:
 
 
 def parameter_bytes(parameter: Parameter) -> int:
-    """Bytes of the parameter in its layout, without padding: matrices are packed, vectors stay as they are."""
+    """Bytes of the parameter in its layout, without padding: matrices are packed, vectors stay."""
     if len(parameter.shape) == 1:
         return row_bytes(parameter.scheme, parameter.shape[0])
     n, k = parameter.shape

@@ -19,10 +19,9 @@
 namespace castiron {
 namespace {
 
-constexpr int kTile = 64;          // positions
-constexpr int kScoreColumns = 32;  // of a tile, computed at once
-constexpr int kQueryTokens = 32;   // of a unit of work
-constexpr int kMaxHeads = 8;       // computed together
+constexpr int kTile = 64;         // positions
+constexpr int kQueryTokens = 32;  // of a unit of work
+constexpr int kMaxHeads = 8;      // computed together
 constexpr int kMaxRows = kQueryTokens * kMaxHeads;
 constexpr int kMaxHeadDim = 256;  // the builder refuses more
 // Rows and columns of a register block, by how many vector registers there are.
@@ -82,29 +81,35 @@ void transpose_eight(const Element *const *, int64_t, float *) {}
 constexpr int64_t kTransposeDims = 0;
 #endif
 
-// Scores of kRows rows with kScoreColumns of the tile's positions: each the sum over head_dim in order.
+// Scores of kRows rows with the tile's positions: each the sum over head_dim in order.
 template <int kRows>
 void score_rows(const float *q, int64_t q_stride, const float *keys, int64_t head_dim, float *scores) {
-    constexpr int kVecs = kScoreColumns / kVecLanes;
+    constexpr int kVecs = kTile / kVecLanes;
     Vec sums[kRows][kVecs];
+    CASTIRON_UNROLL
     for (int r = 0; r < kRows; ++r) {
+        CASTIRON_UNROLL
         for (int c = 0; c < kVecs; ++c) sums[r][c] = splat(0.0f);
     }
     for (int64_t d = 0; d < head_dim; ++d) {
         Vec query[kRows];
+        CASTIRON_UNROLL
         for (int r = 0; r < kRows; ++r) query[r] = splat(q[r * q_stride + d]);
+        CASTIRON_UNROLL
         for (int c = 0; c < kVecs; ++c) {
             const Vec key = load(keys + d * kTile + c * kVecLanes);
+            CASTIRON_UNROLL
             for (int r = 0; r < kRows; ++r) sums[r][c] = fma(query[r], key, sums[r][c]);
         }
     }
+    CASTIRON_UNROLL
     for (int r = 0; r < kRows; ++r) {
+        CASTIRON_UNROLL
         for (int c = 0; c < kVecs; ++c) store(scores + r * kTile + c * kVecLanes, sums[r][c]);
     }
 }
 
-// Turns a row's scores into weights e^(score - largest so far); returns what earlier sums are to be scaled
-// by.
+// Turns a row's scores into weights e^(score - largest so far). Returns the factor for earlier sums.
 float softmax_tile(float *scores, int visible, float *largest, float *weight) {
     constexpr float kInfinity = std::numeric_limits<float>::infinity();
     const int seen = (visible + kVecLanes - 1) / kVecLanes * kVecLanes;
@@ -133,14 +138,15 @@ float softmax_tile(float *scores, int visible, float *largest, float *weight) {
     return factor;
 }
 
-// sum[row] = sum[row] * factor[row] + weights[row][0 .. visible) . values, for kRows rows and kColumns
-// vectors.
+// sum[row] = sum[row] * factor[row] + weights[row][0 .. visible) . values: kRows rows, kColumns vectors.
 template <int kRows, int kColumns>
 void add_values(const float *weights, const float *factors, const float *const *value_rows, int64_t column,
                 int visible, float *sum, int64_t sum_stride) {
     Vec sums[kRows][kColumns];
+    CASTIRON_UNROLL
     for (int r = 0; r < kRows; ++r) {
         const Vec factor = splat(factors[r]);
+        CASTIRON_UNROLL
         for (int c = 0; c < kColumns; ++c) {
             sums[r][c] = load(sum + r * sum_stride + column + c * kVecLanes) * factor;
         }
@@ -148,13 +154,18 @@ void add_values(const float *weights, const float *factors, const float *const *
     for (int j = 0; j < visible; ++j) {
         const float *values = value_rows[j] + column;
         Vec w[kRows];
+        CASTIRON_UNROLL
         for (int r = 0; r < kRows; ++r) w[r] = splat(weights[r * kTile + j]);
+        CASTIRON_UNROLL
         for (int c = 0; c < kColumns; ++c) {
             const Vec value = load(values + c * kVecLanes);
+            CASTIRON_UNROLL
             for (int r = 0; r < kRows; ++r) sums[r][c] = fma(w[r], value, sums[r][c]);
         }
     }
+    CASTIRON_UNROLL
     for (int r = 0; r < kRows; ++r) {
+        CASTIRON_UNROLL
         for (int c = 0; c < kColumns; ++c) {
             store(sum + r * sum_stride + column + c * kVecLanes, sums[r][c]);
         }
@@ -262,9 +273,7 @@ class Attention {
         const int least = visible_of(0), most = visible_of(kRows - 1);
         if (most == 0) return;
         float scores[kRows * kTile], factors[kRows];
-        for (int c = 0; c < most; c += kScoreColumns) {
-            score_rows<kRows>(s_.q + row * padded_dim_, padded_dim_, s_.keys + c, p_.head_dim, scores + c);
-        }
+        score_rows<kRows>(s_.q + row * padded_dim_, padded_dim_, s_.keys, p_.head_dim, scores);
         for (int r = 0; r < kRows; ++r) {
             if (visible_of(r) == 0) continue;
             factors[r] = softmax_tile(scores + r * kTile, visible_of(r), s_.largest + row + r,

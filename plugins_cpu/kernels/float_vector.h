@@ -8,6 +8,14 @@
 #include <immintrin.h>
 #endif
 
+// Before a loop of constant length whose body indexes an array of vectors: unrolled early enough that the
+// array stays in registers.
+#if defined(__clang__)
+#define CASTIRON_UNROLL _Pragma("unroll")
+#else
+#define CASTIRON_UNROLL _Pragma("GCC unroll 16")
+#endif
+
 namespace castiron {
 
 inline float bits_to_float(uint32_t bits) {

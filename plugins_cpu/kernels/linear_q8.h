@@ -1,5 +1,6 @@
-// y = x . weight^T with activations quantized to int8 (a scale per 32) and quantized weights: dot products of
-// integers, exact, and per scale group two f32 operations a y element (add_group):
+// y = x . weight^T with activations quantized to two int8 digits (a scale per 32) and quantized weights: dot
+// products of integers, exact, and per scale group three f32 operations a y element (combine_digits,
+// add_group):
 //     y += minimum * sum(x of the group);  y += (x's scale * weight's scale) * dot
 // in the order of k, whatever the tile, the path, the thread or the piece of k (partial sums pass through y).
 //
@@ -18,7 +19,8 @@ constexpr int64_t kMaxBlockRowsQ8 = 512;
 constexpr int64_t kFewRows = 8;  // below it, expanding a panel isn't worth it
 
 template <typename Scheme>
-void expand_panel(const uint8_t *panel, int64_t first_plane, int64_t num_planes, ExpandedPlane<Scheme::kBits> *out) {
+void expand_panel(const uint8_t *panel, int64_t first_plane, int64_t num_planes,
+                  ExpandedPlane<Scheme::kBits> *out) {
     for (int64_t i = 0; i < num_planes; i++) {
         const int64_t plane = first_plane + i;
         expand_q8_codes<Scheme::kBits>(Scheme::codes(panel, plane), out[i].codes);
@@ -30,7 +32,7 @@ void expand_panel(const uint8_t *panel, int64_t first_plane, int64_t num_planes,
     }
 }
 
-// Sums of the q of each 32 k: int32 [rows][num_planes].
+// Sums of the q of each 32 k: int32 [rows][num_planes]; the digits of an activation count as rows.
 inline void sum_q8(const int8_t *q, int64_t k, int64_t num_rows, int64_t num_planes, int32_t *out) {
     for (int64_t row = 0; row < num_rows; row++) {
         for (int64_t plane = 0; plane < num_planes; plane++) {
@@ -54,7 +56,7 @@ void linear_q8(const LinearQ8Params &p, const Context &context) {
     const Range panels = share((p.n + kPanelRows - 1) / kPanelRows, context);
     const auto *weight = static_cast<const uint8_t *>(p.weight);
     const int64_t piece = p.k < kPieceQ8 ? p.k : kPieceQ8;
-    const int64_t fitting_rows = kBlockBytesQ8 / piece / 16 * 16;  // at least 64
+    const int64_t fitting_rows = kBlockBytesQ8 / (kDigits * piece) / 16 * 16;  // at least 32
     const int64_t block_rows = fitting_rows < kMaxBlockRowsQ8 ? fitting_rows : kMaxBlockRowsQ8;
     if (panels.begin == panels.end) return;
 #if defined(__AMX_INT8__)
@@ -65,7 +67,7 @@ void linear_q8(const LinearQ8Params &p, const Context &context) {
         for (int64_t k = 0; k < p.k; k += piece) {
             const int64_t num_k = p.k - k < piece ? p.k - k : piece;
             Q8Tile tile;
-            tile.q = p.q + row * p.k + k;
+            tile.q = p.q + row * kDigits * p.k + k;
             tile.scale = p.scale + (row * p.k + k) / 32;
             tile.sum = p.sum + (row * p.k + k) / 16;
             tile.q_sums = q_sums;
@@ -73,7 +75,7 @@ void linear_q8(const LinearQ8Params &p, const Context &context) {
             tile.num_planes = num_k / kPlaneK;
             tile.y_stride = p.y_stride;
             tile.first = k == 0;
-            if (kNeedsQ8Sums<kBits>) sum_q8(tile.q, p.k, rows, tile.num_planes, q_sums);
+            if (kNeedsQ8Sums<kBits>) sum_q8(tile.q, p.k, rows * kDigits, tile.num_planes, q_sums);
             for (int64_t panel = panels.begin; panel < panels.end; panel++) {
                 const int64_t column = panel * kPanelRows;
                 const uint8_t *packed = weight + panel * Scheme::panel_bytes(p.k) + Scheme::panel_bytes(k);

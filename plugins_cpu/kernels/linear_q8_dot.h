@@ -1,5 +1,6 @@
-// Exact integer dot products of int8 activations with the codes of 32 k (or a scale group of them) of 16 weight
-// rows, one implementation a level: AVX-512 VNNI, AVX2, or floats (integers below 2^24, so exact as well).
+// Exact integer dot products of int8 activations with the codes of 32 k (or a scale group of them) of 16
+// weight rows, one implementation a level: AVX-512 VNNI, AVX2, or floats (integers below 2^24, so exact as
+// well).
 #pragma once
 #include "scheme_blocks.h"
 #include "simd.h"
@@ -29,7 +30,7 @@ inline int32_t load_i32(const int8_t *p) {
 
 constexpr bool kReadsPackedQ8 = true;
 using Q8Code = uint8_t;
-constexpr int64_t kTileRowsQ8 = 8;
+constexpr int64_t kTileRowsQ8 = 8;  // of two digits each
 // vpdpbusd wants unsigned weights: 8-bit codes get 128 added, and 128 * sum(q) taken from the dot product
 template <int bits>
 constexpr bool kNeedsQ8Sums = bits == 8;
@@ -81,7 +82,8 @@ CASTIRON_INLINE void dot_products(const uint8_t *codes, int group, const int8_t 
         const int k_group = group * kNum + g;
         const __m512i weight = load_codes<bits, packed>(codes, k_group);
         for (int i = 0; i < rows; i++)
-            sums[i] = _mm512_dpbusd_epi32(sums[i], weight, _mm512_set1_epi32(load_i32(q + i * q_stride + k_group * 4)));
+            sums[i] = _mm512_dpbusd_epi32(sums[i], weight,
+                                          _mm512_set1_epi32(load_i32(q + i * q_stride + k_group * 4)));
     }
     for (int i = 0; i < rows; i++) dots[i].v = _mm512_cvtepi32_ps(sums[i]);
 }
@@ -90,7 +92,7 @@ CASTIRON_INLINE void dot_products(const uint8_t *codes, int group, const int8_t 
 
 constexpr bool kReadsPackedQ8 = true;
 using Q8Code = uint8_t;
-constexpr int64_t kTileRowsQ8 = 4;
+constexpr int64_t kTileRowsQ8 = 2;  // of two digits each
 template <int bits>
 constexpr bool kNeedsQ8Sums = false;
 
@@ -99,7 +101,9 @@ inline void expand_q8_codes(const uint8_t *planes, uint8_t *out) {
     expand_codes<bits>(planes, out);
 }
 
-inline __m256i load_bytes(const uint8_t *p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i *>(p)); }
+inline __m256i load_bytes(const uint8_t *p) {
+    return _mm256_loadu_si256(reinterpret_cast<const __m256i *>(p));
+}
 
 // 8 rows (the half-th of 16) x 4 k.
 template <int bits, bool packed>
@@ -107,7 +111,8 @@ CASTIRON_INLINE __m256i load_codes(const uint8_t *codes, int group, int half) {
     codes += half * 32;
     if constexpr (!packed || bits == 8) return load_bytes(codes + group * kGroupBytes);
     const __m256i nibbles = load_bytes(codes + group % 4 * kGroupBytes);
-    const __m256i low = _mm256_and_si256(group < 4 ? nibbles : _mm256_srli_epi16(nibbles, 4), _mm256_set1_epi8(15));
+    const __m256i low =
+        _mm256_and_si256(group < 4 ? nibbles : _mm256_srli_epi16(nibbles, 4), _mm256_set1_epi8(15));
     const uint8_t *high_plane = codes + 4 * kGroupBytes;
     if constexpr (bits == 5) {
         const __m256i high = load_bytes(high_plane);
@@ -118,7 +123,8 @@ CASTIRON_INLINE __m256i load_codes(const uint8_t *codes, int group, int half) {
     if constexpr (bits == 6) {
         const __m256i high = load_bytes(high_plane + group / 4 * kGroupBytes);
         const int field = group % 4;
-        const __m256i moved = field <= 2 ? _mm256_slli_epi16(high, 4 - 2 * field) : _mm256_srli_epi16(high, 2);
+        const __m256i moved =
+            field <= 2 ? _mm256_slli_epi16(high, 4 - 2 * field) : _mm256_srli_epi16(high, 2);
         return _mm256_or_si256(low, _mm256_and_si256(moved, _mm256_set1_epi8(0x30)));
     }
     return low;
@@ -126,13 +132,16 @@ CASTIRON_INLINE __m256i load_codes(const uint8_t *codes, int group, int half) {
 
 // Groups whose pair sums of code * q, at most 2 * max code * 127 each, add up without leaving int16.
 template <int bits>
-constexpr int kGroupsInInt16 = bits == 4 ? 8 : bits == 5 ? 4 : bits == 6 ? 2 : 1;
+constexpr int kGroupsInInt16 = bits == 4   ? 8
+                               : bits == 5 ? 4
+                               : bits == 6 ? 2
+                                           : 1;
 static_assert(8 * 2 * 15 * 127 < 32768 && 4 * 2 * 31 * 127 < 32768 && 2 * 2 * 63 * 127 < 32768 &&
               2 * 128 * 127 < 32768);
 
 template <int bits, bool packed, int rows>
-CASTIRON_INLINE void dot_products(const uint8_t *codes, int group, const int8_t *q, int64_t q_stride, const int32_t *,
-                                  int64_t, F32x16 *dots) {
+CASTIRON_INLINE void dot_products(const uint8_t *codes, int group, const int8_t *q, int64_t q_stride,
+                                  const int32_t *, int64_t, F32x16 *dots) {
     constexpr int kNum = kPlaneGroups / kScaleGroups<bits>, kStep = kGroupsInInt16<bits>;
     const __m256i ones = _mm256_set1_epi16(1);
     __m256i sums[rows][2];
@@ -172,7 +181,7 @@ CASTIRON_INLINE void dot_products(const uint8_t *codes, int group, const int8_t 
 
 constexpr bool kReadsPackedQ8 = false;
 using Q8Code = float;
-constexpr int64_t kTileRowsQ8 = 2;
+constexpr int64_t kTileRowsQ8 = 1;
 template <int bits>
 constexpr bool kNeedsQ8Sums = false;
 
@@ -185,8 +194,8 @@ inline void expand_q8_codes(const uint8_t *planes, float *out) {
 
 // dot product at most 32 * 128 * 127 < 2^24
 template <int bits, bool packed, int rows>
-CASTIRON_INLINE void dot_products(const float *codes, int group, const int8_t *q, int64_t q_stride, const int32_t *,
-                                  int64_t, F32x16 *dots) {
+CASTIRON_INLINE void dot_products(const float *codes, int group, const int8_t *q, int64_t q_stride,
+                                  const int32_t *, int64_t, F32x16 *dots) {
     static_assert(!packed);
     constexpr int kNumK = kPlaneK / kScaleGroups<bits>;
     for (int i = 0; i < rows; i++) dots[i] = F32x16::zero();

@@ -5,12 +5,14 @@
 
 namespace castiron {
 
+constexpr int kDigits = 2;  // of an activation: 256 * q[0] + q[1]
+
 // What a tile multiplies: consecutive rows of activations from a piece of k on, and 16 columns of y.
 struct Q8Tile {
-    const int8_t *q;
+    const int8_t *q;  // two digits a row: [rows][2][k]
     const float *scale, *sum;
-    const int32_t *q_sums;  // sums of the q of 32 k, [rows][num_planes]; only where kNeedsQ8Sums
-    int64_t k;              // of the whole matrix: the strides of q, scale (k / 32) and sum (k / 16)
+    const int32_t *q_sums;  // sums of the q of 32 k, [rows][2][num_planes]; only where kNeedsQ8Sums
+    int64_t k;              // of the whole matrix: the strides of q's digits, scale (k / 32) and sum (k / 16)
     int64_t num_planes;     // of the piece
     float *y;
     int64_t y_stride, columns;  // columns: how many of the 16 are real
@@ -25,10 +27,10 @@ struct Q8Tile {
         store_partial(value, y + row * y_stride, columns);
     }
     void advance(int64_t rows) {
-        q += rows * k;
+        q += rows * kDigits * k;
         scale += rows * (k / 32);
         sum += rows * (k / 16);
-        q_sums += rows * num_planes;
+        q_sums += rows * kDigits * num_planes;
         y += rows * y_stride;
     }
 };
@@ -69,13 +71,19 @@ struct PackedPanel {
     Scales scales(int64_t plane, int group) const { return Scheme::plane_scales(panel, plane, group); }
 };
 
+// 256 * high + low; both are integers below 2^24, so the result is the exact sum rounded once on every level.
+CASTIRON_INLINE F32x16 combine_digits(F32x16 high, F32x16 low) {
+    return fma(F32x16::broadcast(256.0f), high, low);
+}
+
 // y plus one scale group's part of the sum over k. Every path to a y element goes through here.
 template <int bits>
-CASTIRON_INLINE F32x16 add_group(F32x16 y, const Q8Tile &tile, int row, int64_t plane, int group, const Scales &weight,
-                                 F32x16 dots) {
+CASTIRON_INLINE F32x16 add_group(F32x16 y, const Q8Tile &tile, int row, int64_t plane, int group,
+                                 const Scales &weight, F32x16 dots) {
     const int64_t at = row * (tile.k / 32) + plane;
     if constexpr (bits != 8) {
-        const float sum = kScaleGroups<bits> == 1 ? tile.sum[at * 2] + tile.sum[at * 2 + 1] : tile.sum[at * 2 + group];
+        const float sum =
+            kScaleGroups<bits> == 1 ? tile.sum[at * 2] + tile.sum[at * 2 + 1] : tile.sum[at * 2 + group];
         y = fma(weight.minimum, F32x16::broadcast(sum), y);
     }
     return fma(F32x16::broadcast(tile.scale[at]) * weight.scale, dots, y);
@@ -91,10 +99,13 @@ void multiply_q8_tile(const Panel &panel, const Q8Tile &tile) {
         CASTIRON_UNROLL
         for (int group = 0; group < kGroups; group++) {
             const Scales weight = panel.scales(plane, group);
-            F32x16 dots[rows];
-            dot_products<kBits, Panel::kPacked, rows>(codes, group, tile.q + plane * kPlaneK, tile.k,
-                                                      tile.q_sums + plane, tile.num_planes, dots);
-            for (int i = 0; i < rows; i++) y[i] = add_group<kBits>(y[i], tile, i, plane, group, weight, dots[i]);
+            F32x16 dots[rows * kDigits];  // of the digits, as if each were a row
+            dot_products<kBits, Panel::kPacked, rows * kDigits>(
+                codes, group, tile.q + plane * kPlaneK, tile.k, tile.q_sums + plane, tile.num_planes, dots);
+            for (int i = 0; i < rows; i++) {
+                const F32x16 dot = combine_digits(dots[kDigits * i], dots[kDigits * i + 1]);
+                y[i] = add_group<kBits>(y[i], tile, i, plane, group, weight, dot);
+            }
         }
     }
     for (int i = 0; i < rows; i++) tile.store_y(i, y[i]);

@@ -34,13 +34,13 @@ void norm_row(const float *x, const float *weight, float eps, float *y, int64_t 
     map_elements(x, weight, y, dim, [=](Vec value, Vec w) { return value * factor * w; });
 }
 
-void norm_row_q8(const float *x, const float *weight, float eps, int64_t dim, int8_t *q, float *scale,
-                 float *sum) {
+void norm_row_q8(const float *x, const float *weight, float eps, int64_t dim, int64_t row, int8_t *q,
+                 float *scale, float *sum) {
     const Vec factor = splat(inverse_rms(x, dim, eps));
     for (int64_t i = 0; i < dim; i += kQuantGroup) {
         float y[kQuantGroup];
         map_elements(x + i, weight + i, y, kQuantGroup, [=](Vec value, Vec w) { return value * factor * w; });
-        quantize_group(y, q + i, scale + i / kQuantGroup, sum + 2 * (i / kQuantGroup));
+        quantize_group(y, QuantizedPlace(q, scale, sum, row, dim, i));
     }
 }
 
@@ -58,9 +58,7 @@ void rms_norm(const RmsNormParams &p, const Context &context) {
 
 void rms_norm_q8(const RmsNormQ8Params &p, const Context &context) {
     for_each_row(p.count, context, [&](int64_t row) {
-        const int64_t at = row * p.dim;
-        norm_row_q8(p.x + row * p.x_stride, p.weight, p.eps, p.dim, p.q + at, p.scale + at / kQuantGroup,
-                    p.sum + at / (kQuantGroup / 2));
+        norm_row_q8(p.x + row * p.x_stride, p.weight, p.eps, p.dim, row, p.q, p.scale, p.sum);
     });
 }
 
@@ -76,9 +74,7 @@ void add_rms_norm_q8(const AddRmsNormQ8Params &p, const Context &context) {
     for_each_row(p.count, context, [&](int64_t row) {
         float *sum_out = p.residual_out + row * p.residual_out_stride;
         add_row(p.x + row * p.x_stride, p.residual + row * p.residual_stride, sum_out, p.dim);
-        const int64_t at = row * p.dim;
-        norm_row_q8(sum_out, p.weight, p.eps, p.dim, p.q + at, p.scale + at / kQuantGroup,
-                    p.sum + at / (kQuantGroup / 2));
+        norm_row_q8(sum_out, p.weight, p.eps, p.dim, row, p.q, p.scale, p.sum);
     });
 }
 

@@ -6,12 +6,10 @@ namespace castiron {
 namespace {
 
 void quantize_q8(const QuantizeQ8Params &p, const Context &context) {
-    for_each_piece(live_count(p.count, context), p.dim, context,
-                   [&](int64_t row, int64_t begin, int64_t end) {
-                       const int64_t at = row * p.dim + begin;
-                       quantize_row(p.x + row * p.x_stride + begin, end - begin, p.q + at,
-                                    p.scale + at / kQuantGroup, p.sum + at / (kQuantGroup / 2));
-                   });
+    for_each_piece(
+        live_count(p.count, context), p.dim, context, [&](int64_t row, int64_t begin, int64_t end) {
+            quantize_columns(p.x + row * p.x_stride + begin, p.q, p.scale, p.sum, row, p.dim, begin, end);
+        });
 }
 
 void silu_mul_q8(const SiluMulQ8Params &p, const Context &context) {
@@ -20,9 +18,7 @@ void silu_mul_q8(const SiluMulQ8Params &p, const Context &context) {
                        float product[kPieceColumns];
                        map_elements(p.a + row * p.a_stride + begin, p.b + row * p.b_stride + begin, product,
                                     end - begin, [](Vec a, Vec b) { return silu(a) * b; });
-                       const int64_t at = row * p.dim + begin;
-                       quantize_row(product, end - begin, p.q + at, p.scale + at / kQuantGroup,
-                                    p.sum + at / (kQuantGroup / 2));
+                       quantize_columns(product, p.q, p.scale, p.sum, row, p.dim, begin, end);
                    });
 }
 

@@ -1,4 +1,4 @@
-"""Weights stream: anonymous memory of a build is bounded by its largest tensor, whatever the checkpoint's size."""
+"""Weights stream: anonymous memory of a build is bounded by its largest tensor, not by the checkpoint."""
 
 import json
 import subprocess
@@ -53,14 +53,19 @@ def write_sparse_checkpoint(folder: Path) -> int:
         "max_position_embeddings": 2048,
         "tie_word_embeddings": True,
     }
-    shapes: dict[str, list[int]] = {"model.embed_tokens.weight": [VOCAB, HIDDEN], "model.norm.weight": [HIDDEN]}
+    shapes: dict[str, list[int]] = {
+        "model.embed_tokens.weight": [VOCAB, HIDDEN],
+        "model.norm.weight": [HIDDEN],
+    }
     for i in range(LAYERS):
         layer = f"model.layers.{i}."
         for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
             shapes[f"{layer}self_attn.{name}.weight"] = [HIDDEN, HIDDEN]
         shapes |= {f"{layer}mlp.{name}.weight": [INNER, HIDDEN] for name in ("gate_proj", "up_proj")}
         shapes[f"{layer}mlp.down_proj.weight"] = [HIDDEN, INNER]
-        shapes |= {f"{layer}{name}.weight": [HIDDEN] for name in ("input_layernorm", "post_attention_layernorm")}
+        shapes |= {
+            f"{layer}{name}.weight": [HIDDEN] for name in ("input_layernorm", "post_attention_layernorm")
+        }
     header: dict[str, object] = {}
     end = 0
     for name, shape in shapes.items():

@@ -37,7 +37,7 @@ def test_an_alias_has_the_parameters_of_its_model(name: str) -> None:
 
 
 def test_the_weights_of_an_alias_cannot_be_read() -> None:
-    with pytest.raises(InputError, match="smollm2-135m is an alias: .*--weights random or dummy"):
+    with pytest.raises(InputError, match=r"smollm2-135m is an alias: .*--weights random or dummy"):
         open_model("smollm2-135m", "file")
 
 

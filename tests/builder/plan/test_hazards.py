@@ -32,7 +32,9 @@ def test_each_kind_of_hazard_is_a_dependency() -> None:
         max_size=15,
     )
 )
-def test_every_conflict_is_ordered_by_a_chain_of_dependencies(records: list[list[tuple[int, int, bool]]]) -> None:
+def test_every_conflict_is_ordered_by_a_chain_of_dependencies(
+    records: list[list[tuple[int, int, bool]]],
+) -> None:
     tracker = HazardTracker()
     accesses = [[Access(ARENA, s, s + n, w) for s, n, w in record] for record in records]
     before: list[set[int]] = []  # all records that are surely finished when a record starts

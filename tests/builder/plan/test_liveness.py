@@ -10,7 +10,9 @@ from castiron.builder.plan.liveness import ARENA_ALIGNMENT, Interval, check_disj
 @st.composite
 def intervals(draw: st.DrawFn) -> list[Interval]:
     spans = draw(
-        st.lists(st.tuples(st.integers(1, 5000), st.integers(0, 30), st.integers(0, 8)), min_size=1, max_size=30)
+        st.lists(
+            st.tuples(st.integers(1, 5000), st.integers(0, 30), st.integers(0, 8)), min_size=1, max_size=30
+        )
     )
     return [Interval(f"v{i}", size, first, first + length) for i, (size, first, length) in enumerate(spans)]
 

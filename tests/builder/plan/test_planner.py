@@ -1,4 +1,4 @@
-"""Plans of real traced programs: memory never overlaps, every record decodes, the runtime's own checks pass."""
+"""Plans of real traced programs: memory never overlaps and every record decodes."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -49,7 +49,9 @@ def trace(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Program]:
         arithmetic = "f32" if compute == "traced" else compute
         dtype = cache_dtype(arithmetic)
         if dtype not in traced:
-            parameters, _ = choose_schemes(model.parameters, "keep", arithmetic if arithmetic != "int8" else "bf16")
+            parameters, _ = choose_schemes(
+                model.parameters, "keep", arithmetic if arithmetic != "int8" else "bf16"
+            )
             traced[dtype] = trace_forward(model.family, model.config, parameters, TraceOptions(16, 4, dtype))
         source = traced[dtype]
         program = replace(source, model=source.model.clone(), parameters=dict(source.parameters))
@@ -65,7 +67,9 @@ def trace(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Program]:
 
 
 @pytest.fixture(scope="module", params=COMPUTES)
-def planned(request: pytest.FixtureRequest, trace: Callable[[str], Program], samplers: list[Program]) -> PlannedEngine:
+def planned(
+    request: pytest.FixtureRequest, trace: Callable[[str], Program], samplers: list[Program]
+) -> PlannedEngine:
     return make_plan(trace(request.param), samplers)
 
 
@@ -174,7 +178,9 @@ def test_logits_stay_at_their_place_from_the_forward_through_sampling(
             assert records[0].parameters["logits"] == Address(MemoryClass.ARENA, 0, 0, 4 * 4 * VOCAB_SIZE)
 
 
-def test_the_same_program_gives_the_same_bytes(trace: Callable[[str], Program], samplers: list[Program]) -> None:
+def test_the_same_program_gives_the_same_bytes(
+    trace: Callable[[str], Program], samplers: list[Program]
+) -> None:
     one, two = make_plan(trace("f32"), samplers), make_plan(trace("f32"), samplers)
     assert msgspec.msgpack.encode(one.header) == msgspec.msgpack.encode(two.header)
     for name in ("records", "params", "relocations", "dependencies"):
@@ -193,7 +199,9 @@ def test_both_ladders_give_a_plan_for_each_bucket_under_a_name_of_its_own(
     assert "forward.decode-2" in names and "forward.mixed" in names
 
 
-def test_a_node_without_a_kernel_is_an_error_that_lists_each_candidate(trace: Callable[[str], Program]) -> None:
+def test_a_node_without_a_kernel_is_an_error_that_lists_each_candidate(
+    trace: Callable[[str], Program],
+) -> None:
     program = trace("int8")
     linear = next(n for n in program.graph if n.op_type == "linear_q8")
     name = str(linear.inputs[3].name)

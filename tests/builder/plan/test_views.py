@@ -98,4 +98,6 @@ def test_any_chain_of_views_shows_the_elements_numpy_shows(data: st.DataObject) 
 
 def _factorings(size: int) -> list[tuple[int, ...]]:
     divisors = [d for d in range(1, size + 1) if size % d == 0]
-    return [(d, size // d) for d in divisors] + [(size,), (1, size, 1)] + [(d, 1, size // d) for d in divisors]
+    return (
+        [(d, size // d) for d in divisors] + [(size,), (1, size, 1)] + [(d, 1, size // d) for d in divisors]
+    )

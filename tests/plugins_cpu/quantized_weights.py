@@ -2,8 +2,11 @@
 
 import gguf
 import numpy as np
+
 from castiron.models.schemes import SCHEMES
 from castiron.plugins_cpu.layouts import row_bytes
+
+LARGEST_Q = 127 * 256  # of an activation's two digits, 256 * high + low
 
 # Where a block keeps its f16 scales (and minimums), in bytes.
 _HALVES = {
@@ -13,7 +16,7 @@ _HALVES = {
 
 
 def random_rows(scheme: str, n: int, k: int, rng: np.random.Generator) -> np.ndarray:
-    """Checkpoint rows uint8 [n, row_bytes]: every code and scale bit random, f16 scales finite, both signs."""
+    """Checkpoint rows uint8 [n, row_bytes]: codes and scale bits random, f16 scales finite, both signs."""
     if not SCHEMES[scheme].is_quantized:
         values = rng.standard_normal((n, k), dtype=np.float32)
         return encode_dense(scheme, values)
@@ -44,11 +47,12 @@ def set_halves(scheme: str, rows: np.ndarray, which: int, values: np.ndarray | f
 
 
 def set_codes(scheme: str, rows: np.ndarray, byte: int) -> None:
-    """Overwrite everything but the f16 scales: 0 and 255 are the smallest and the largest (q8_0: -1) codes."""
-    halves = [rows.reshape(rows.shape[0], -1, SCHEMES[scheme].block_bytes)[..., s : s + 2].copy() for s in _HALVES[scheme]]
+    """Overwrite all but the f16 scales: 0 and 255 are the smallest and the largest codes (q8_0: 0 and -1)."""
+    blocks = rows.reshape(rows.shape[0], -1, SCHEMES[scheme].block_bytes)
+    halves = [blocks[..., start : start + 2].copy() for start in _HALVES[scheme]]
     rows[...] = byte
     for start, half in zip(_HALVES[scheme], halves, strict=True):
-        rows.reshape(rows.shape[0], -1, SCHEMES[scheme].block_bytes)[..., start : start + 2] = half
+        blocks[..., start : start + 2] = half
 
 
 def dequantize(scheme: str, rows: np.ndarray) -> np.ndarray:
@@ -61,11 +65,23 @@ def dequantize(scheme: str, rows: np.ndarray) -> np.ndarray:
 
 
 def quantize_q8(x: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The op quantize_q8: q int8 [T, K], scale f32 [T, K / 32], sum f32 [T, K / 16] of x f32 [T, K]."""
-    groups = x.reshape(x.shape[0], -1, 32).astype(np.float32)
+    """The op quantize_q8 of x f32 [T, K]: q int8 [T, 2, K], scale f32 [T, K / 32], sum f32 [T, K / 16]."""
+    groups = x.reshape(x.shape[0], x.shape[1] // 32, 32).astype(np.float32)
     largest = np.abs(groups).max(-1)
-    scale = (largest / np.float32(127)).astype(np.float32)
-    inverse = np.divide(np.float32(127), largest, out=np.zeros_like(largest), where=largest > 0)
-    q = np.rint(groups * inverse[..., None]).astype(np.int8)
-    sums = q.reshape(*q.shape[:2], 2, 16).sum(-1, dtype=np.int32) * scale[..., None]
-    return q.reshape(x.shape), scale, sums.reshape(x.shape[0], -1).astype(np.float32)
+    inverse = np.divide(np.float32(LARGEST_Q), largest, out=np.zeros_like(largest), where=largest > 0)
+    values = np.rint(groups * inverse[..., None]).astype(np.int32).reshape(x.shape)
+    low = (values + 128 & 255) - 128
+    q = np.stack([values - low >> 8, np.maximum(low, -127)], axis=1).astype(np.int8)
+    return q, (largest / np.float32(LARGEST_Q)).astype(np.float32), sum_q8(q, largest / np.float32(LARGEST_Q))
+
+
+def sum_q8(q: np.ndarray, scale: np.ndarray) -> np.ndarray:
+    """f32 [T, K / 16]: scale times the sum of 16 values of q int8 [T, 2, K]."""
+    values = 256 * q[:, 0].astype(np.int32) + q[:, 1]
+    sums = values.reshape(len(q), values.shape[1] // 16, 16).sum(-1, dtype=np.int32)
+    return (sums * np.repeat(scale, 2, axis=1)).astype(np.float32)
+
+
+def dequantize_q8(q: np.ndarray, scale: np.ndarray) -> np.ndarray:
+    """float64 [T, K] that q int8 [T, 2, K] and scale f32 [T, K / 32] stand for."""
+    return (256.0 * q[:, 0] + q[:, 1]) * np.repeat(scale.astype(np.float64), 32, axis=1)
