@@ -3,6 +3,7 @@
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 
 _TERM = re.compile(r"^(?:(\d+)\s*\*\s*)?([A-Za-z_]\w*)(?:\s*([+-])\s*(\d+))?$")
 _REVERSED = re.compile(r"^(-?\d+)\s*\+\s*(.+)$")
@@ -20,6 +21,7 @@ class Affine:
 Dim = int | Affine
 
 
+@cache
 def parse_dim(text: int | str) -> Dim:
     """The dimension an ONNX dim value or dim text states. Raises ValueError for any other expression."""
     if isinstance(text, int):

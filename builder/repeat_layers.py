@@ -11,7 +11,7 @@ layer to layer. Marks aren't in the graph.
 """
 
 import re
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,9 +52,19 @@ class LayerKinds:
 class TracedLayer:
     """The nodes between the marks of one traced layer."""
 
-    entry: torch.fx.Node  # the mark whose argument flows in
-    nodes: list[torch.fx.Node] = field(default_factory=list)
-    end: torch.fx.Node | None = None  # the mark whose argument flows out
+    entry: torch.fx.Node  # the first mark: what flows in
+    nodes: list[torch.fx.Node]
+    end: torch.fx.Node  # the last mark: what flows out
+
+    @property
+    def source(self) -> torch.fx.Node:
+        """What is marked as flowing in."""
+        return _argument(self.entry)
+
+    @property
+    def result(self) -> torch.fx.Node:
+        """What is marked as flowing out."""
+        return _argument(self.end)
 
 
 @dataclass
@@ -95,26 +105,36 @@ def keep_traced_layers(module: torch.nn.Module, kinds: LayerKinds) -> None:
 def split_trace(nodes: Sequence[torch.fx.Node]) -> SplitTrace:
     """Sort the nodes that make tensors into layers and the rest; a graph without marks is all `before`."""
     split = SplitTrace()
+    entry: torch.fx.Node | None = None
     current = split.before
     for node in nodes:
         if node.target is _ENTER:
-            split.layers.append(TracedLayer(node))
-            assert current is split.before or not split.after, f"{split.after[:1]} is between two layers"
-            current = split.layers[-1].nodes
+            assert not split.after, f"{split.after[0]} is between two layers"
+            entry, current = node, []
         elif node.target is _LEAVE:
-            split.layers[-1].end = node
-            current = split.after
+            assert entry is not None
+            split.layers.append(TracedLayer(entry, current, node))
+            entry, current = None, split.after
         else:
             current.append(node)
     return split
 
 
 def check_separate(
-    layer: TracedLayer, placeholders: Sequence[torch.fx.Node], results: Sequence[torch.fx.Node]
+    layer: TracedLayer, placeholders: Iterable[torch.fx.Node], results: Iterable[torch.fx.Node]
 ) -> None:
-    """Assert that nothing but its end and `results` leaves a layer, and that nobody else reads its inputs."""
-    own = {*layer.nodes, layer.end}
+    """Assert that only what flows on and `results` leave the layer, and that it alone reads its inputs."""
+    own, results = {*layer.nodes, layer.end}, set(results)
     for node in (*placeholders, *layer.nodes):
-        readers = {user for user in node.users if user.meta.get("val") is not None or user.op == "output"}
-        outside = {user for user in readers - own if user.op != "output" or node not in results}
-        assert not outside, f"{node} of a layer is read outside of it by {sorted(map(str, outside))}"
+        for user in node.users:
+            is_result = user.op == "output" and node in results
+            is_check = user.op == "call_function" and not isinstance(
+                user.meta.get("val"), torch.Tensor | tuple
+            )
+            assert user in own or is_result or is_check, f"{node}, of a layer, is read outside it by {user}"
+
+
+def _argument(mark: torch.fx.Node) -> torch.fx.Node:
+    argument = mark.args[0]
+    assert isinstance(argument, torch.fx.Node)
+    return argument

@@ -1,11 +1,12 @@
 """From a model definition to the stage-0 graph: torch.export on meta tensors, then ONNX IR (see graph.py).
 
 Counts are symbols; each gets a prime of its own as example size, since torch.export ties equal sizes
-together.
+together. One layer of each kind is traced (repeat_layers.py), so a trace takes as long for 60 layers as for
+one.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import onnx_ir as ir
@@ -14,6 +15,7 @@ import torch
 from castiron.builder import graph as g
 from castiron.builder.dims import Affine, Dim, add_dim
 from castiron.builder.parameters import Parameter
+from castiron.builder.repeat_layers import LayerKinds, keep_traced_layers
 from castiron.builder.trace_nodes import NodeTranslator
 from castiron.models.config import ModelConfig
 from castiron.models.family import ModelFamily
@@ -50,10 +52,10 @@ class TraceOptions:
 
 @dataclass(frozen=True)
 class _Input:
-    """One graph input that isn't a parameter."""
+    """One input of a graph."""
 
     name: str
-    kind: str  # "step", "rows", "cache"
+    kind: str  # "step", "rows", "cache", "parameter"
     dtype: torch.dtype
     shape: tuple[Dim, ...]
 
@@ -91,12 +93,16 @@ def trace_forward(
     last_token = _row_input("last_token")
     with torch.device("meta"):
         module = family.make_module(config)
+    parameter_inputs = _parameter_inputs(module, parameters)
+    kinds = LayerKinds.of(module.layer_kinds)
+    keep_traced_layers(module, kinds)
+    traced_caches = [replace(caches[i], name=f"cache.{traced}") for traced, i in enumerate(kinds.traced)]
 
     def call(run: Callable[..., Any], tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         logits, written = run(
             {field.name: tensors[field.name] for field in step},
             tensors["last_token"],
-            [tensors[cache.name] for cache in caches],
+            [tensors[cache.name] for cache in traced_caches],
         )
         return {"logits": logits} | {f"cache_out.{i}": cache for i, cache in enumerate(written)}
 
@@ -104,7 +110,18 @@ def trace_forward(
         g.State(cache.name, f"cache_out.{i}", "kv", options.cache_dtype, cache_shape)
         for i, cache in enumerate(caches)
     )
-    return _trace("forward", module, call, [*step, last_token, *caches], dict(parameters), states)
+    graph = _trace(
+        "forward",
+        module,
+        call,
+        [*step, last_token, *traced_caches],
+        [*parameter_inputs, *step, last_token, *caches],
+        ["logits", *(state.output for state in states)],
+        kinds,
+    )
+    unused = [v.name for v in graph.inputs if v.name in parameters and not v.uses()]
+    assert not unused, f"parameters nothing reads: {unused[:4]}"
+    return g.Program("forward", _model(graph), dict(parameters), states)
 
 
 _FORWARD_FIELDS = (
@@ -133,7 +150,17 @@ def trace_sampler(variant: str, vocab_size: int) -> g.Program:
         return dict(zip(Sampler.OUTPUTS, outputs, strict=True))
 
     states = (g.State("last_token", "last_token_out", "", "i32", last_token.shape),)
-    return _trace(f"sample.{variant}", sampler_class(), call, [logits, *step, last_token], {}, states)
+    kind, inputs = f"sample.{variant}", [logits, *step, last_token]
+    graph = _trace(kind, sampler_class(), call, inputs, inputs, Sampler.OUTPUTS, LayerKinds.of(()))
+    return g.Program(kind, _model(graph), {}, states)
+
+
+def _parameter_inputs(module: torch.nn.Module, parameters: Mapping[str, Parameter]) -> list[_Input]:
+    """The module's parameters in its order. Raises AssertionError if they aren't exactly `parameters`."""
+    held = {name: tuple(tensor.shape) for name, tensor in module.named_parameters()}
+    stated = {name: parameter.shape for name, parameter in parameters.items()}
+    assert held == stated, f"parameters differ: {sorted(set(held.items()) ^ set(stated.items()))[:4]}"
+    return [_Input(name, "parameter", torch.float32, shape) for name, shape in held.items()]
 
 
 def _step_input(field: Field) -> _Input:
@@ -174,17 +201,17 @@ def _trace(
     kind: str,
     module: torch.nn.Module,
     call: Callable[..., Any],
-    inputs: list[_Input],
-    parameters: dict[str, Parameter],
-    states: tuple[g.State, ...],
-) -> g.Program:
-    traced = {name: tuple(tensor.shape) for name, tensor in module.named_parameters()}
-    stated = {name: parameter.shape for name, parameter in parameters.items()}
-    assert traced == stated, f"parameters differ: {sorted(set(traced.items()) ^ set(stated.items()))[:4]}"
-
-    output_names: list[str] = []
-    named = _Named(module, call, [i.name for i in inputs], output_names)
-    used = {d.symbol for i in inputs for d in i.shape if isinstance(d, Affine)}
+    traced_inputs: Sequence[_Input],
+    graph_inputs: Sequence[_Input],
+    output_names: Sequence[str],
+    kinds: LayerKinds,
+) -> ir.Graph:
+    """The module's graph. `call` runs it on tensors named as traced_inputs; graph_inputs and output_names are
+    the graph's, of all layers.
+    """
+    traced_names: list[str] = []
+    named = _Named(module, call, [i.name for i in traced_inputs], traced_names)
+    used = {d.symbol for i in traced_inputs for d in i.shape if isinstance(d, Affine)}
     symbols = {
         name: torch.export.Dim(name, min=g.SYMBOLS[name].minimum, max=_MAX_SIZES.get(name, 1 << 20))
         for name in sorted(used)
@@ -193,25 +220,22 @@ def _trace(
     with torch.no_grad():
         exported = torch.export.export(
             named,
-            ([i.example() for i in inputs],),
-            dynamic_shapes=([i.dynamic_shape(symbols) for i in inputs],),
+            ([i.example() for i in traced_inputs],),
+            dynamic_shapes=([i.dynamic_shape(symbols) for i in traced_inputs],),
             strict=False,
         )
-    signature = exported.graph_signature
-    translator = NodeTranslator()
-    remaining = iter(inputs)
+    parameter_names = exported.graph_signature.inputs_to_parameters
+    translator = NodeTranslator(kinds)
+    for stated in graph_inputs:
+        translator.add_input(stated.name, stated.kind, stated.dtype, stated.shape)
+    remaining = iter(traced_inputs)
     for node in exported.graph.nodes:
-        if node.op != "placeholder":
-            continue
-        if node.name in signature.inputs_to_parameters:
-            name = signature.inputs_to_parameters[node.name].removeprefix("module.")
-            translator.add_input(node, name, "parameter", parameters[name].shape)
-        else:
-            stated_input = next(remaining)
-            translator.add_input(node, stated_input.name, stated_input.kind, stated_input.shape)
+        if node.op == "placeholder":
+            parameter = parameter_names.get(node.name)
+            translator.bind(node, parameter.removeprefix("module.") if parameter else next(remaining).name)
     assert next(remaining, None) is None
-    graph = translator.translate(exported.graph, output_names, kind)
-    unused = [n for n in parameters if not any(v.name == n and v.uses() for v in graph.inputs)]
-    assert not unused, f"parameters nothing reads: {unused[:4]}"
-    model = ir.Model(graph, ir_version=g.IR_VERSION, producer_name="castiron")
-    return g.Program(kind, model, parameters, states)
+    return translator.translate(exported.graph, traced_names, output_names, kind)
+
+
+def _model(graph: ir.Graph) -> ir.Model:
+    return ir.Model(graph, ir_version=g.IR_VERSION, producer_name="castiron")

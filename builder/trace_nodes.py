@@ -3,7 +3,8 @@ else.
 """
 
 import operator
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import onnx_ir as ir
@@ -12,6 +13,14 @@ import torch
 
 from castiron.builder import graph as g
 from castiron.builder.dims import Affine, Dim
+from castiron.builder.repeat_layers import (
+    LayerKinds,
+    TracedLayer,
+    check_separate,
+    in_layer,
+    layer_of,
+    split_trace,
+)
 from castiron.runtime.errors import WorkFailedError
 
 _DATA_TYPES = {
@@ -26,54 +35,110 @@ _OPSETS = {"": 22, g.DOMAIN: 1}
 
 
 class NodeTranslator:
-    """Builds one ir.Graph from one torch.export graph. Add the inputs in order, then translate."""
+    """Builds one ir.Graph from one torch.export graph: add the inputs, bind the placeholders, translate."""
 
-    def __init__(self) -> None:
+    def __init__(self, kinds: LayerKinds) -> None:
+        self._kinds = kinds
         self._symbols: dict[sympy.Symbol, str] = {}  # torch's symbol -> ours
+        self._dims: dict[sympy.Expr, Dim] = {}
+        self._inputs: dict[str, ir.Value] = {}
+        self._placeholders: dict[str, torch.fx.Node] = {}
         self._values: dict[torch.fx.Node, ir.Value] = {}
         self._outputs: dict[torch.fx.Node, list[ir.Value]] = {}  # of nodes with several
-        self._inputs: list[ir.Value] = []
+        self._num_named: Counter[str] = Counter()  # op -> nodes so far
         self._graph = ir.Graph((), (), nodes=(), opset_imports=_OPSETS)
 
-    def add_input(self, node: torch.fx.Node, name: str, kind: str, shape: Sequence[Dim]) -> None:
-        """A placeholder becomes the graph input `name`; its symbolic sizes get their names from `shape`."""
+    def add_input(self, name: str, kind: str, dtype: torch.dtype, shape: Sequence[Dim]) -> None:
+        """The next graph input."""
+        value = g.new_value(name, _DATA_TYPES[dtype], shape)
+        value.metadata_props[g.KIND_KEY] = kind
+        self._inputs[name] = value
+
+    def bind(self, node: torch.fx.Node, name: str) -> None:
+        """A placeholder stands for the graph input `name`, whose shape gives the placeholder's symbols names.
+
+        The number in a name such as "cache.0" is that of a traced layer: every layer of its kind has such an
+        input.
+        """
+        traced = layer_of(name)
+        layers = [i for i, repeated in enumerate(self._kinds.repeats) if repeated == traced]
+        values = [self._inputs[in_layer(name, i)] for i in layers] if layers else [self._inputs[name]]
         tensor = node.meta["val"]
-        assert len(tensor.shape) == len(shape), name
-        for size, dim in zip(tensor.shape, shape, strict=True):
+        for size, dim in zip(tensor.shape, g.shape_of(values[0]), strict=True):
             if isinstance(dim, Affine) and isinstance(size, torch.SymInt) and size.node.expr.is_Symbol:
                 self._symbols[size.node.expr] = dim.symbol
-        value = g.new_value(name, _DATA_TYPES[tensor.dtype], shape)
-        value.metadata_props[g.KIND_KEY] = kind
-        self._values[node] = value
-        self._inputs.append(value)
-
-    def translate(self, fx_graph: torch.fx.Graph, output_names: Sequence[str], name: str) -> ir.Graph:
-        """The whole graph. Raises WorkFailedError naming ops that have no translation."""
-        self._graph.name = name
-        self._graph.inputs.extend(self._inputs)
-        unknown: set[str] = set()
-        for node in fx_graph.nodes:
-            if node.op != "call_function" or not _makes_tensors(node):
-                continue
-            if node.target is operator.getitem:
-                self._values[node] = self._outputs[node.args[0]][node.args[1]]
-                continue
-            translate = _translation(node)
-            if translate is None:
-                unknown.add(str(node.target))
-            elif not unknown:
-                translate(self, node)
-        if unknown:
-            raise WorkFailedError(
-                f"the traced model uses {', '.join(sorted(unknown))}: write it with the ops of models/ops.py"
+        assert _DATA_TYPES[tensor.dtype] == values[0].dtype, name
+        for value in values:
+            assert (value.dtype, value.shape) == (values[0].dtype, values[0].shape), (
+                f"{value.name} is {value.dtype} {value.shape}, {values[0].name} of the same kind of layer is "
+                f"{values[0].dtype} {values[0].shape}"
             )
-        outputs: Any = fx_graph.output_node().args[0]
-        for output_name, node in zip(output_names, outputs, strict=True):
-            value = self._values[node]
+        self._placeholders[name] = node
+        if traced is None:
+            self._values[node] = values[0]
+
+    def translate(
+        self, fx_graph: torch.fx.Graph, traced_names: Sequence[str], output_names: Sequence[str], name: str
+    ) -> ir.Graph:
+        """The whole graph. traced_names: outputs of the traced graph in order; output_names: of all layers.
+
+        Raises WorkFailedError naming ops that have no translation.
+        """
+        self._graph.name = name
+        self._graph.inputs.extend(self._inputs.values())
+        nodes = [node for node in fx_graph.nodes if node.op == "call_function" and _makes_tensors(node)]
+        split = split_trace(nodes)
+        _check_translations(
+            [*split.before, *(n for layer in split.layers for n in layer.nodes), *split.after]
+        )
+        results: Any = fx_graph.output_node().args[0]
+        traced = dict(zip(traced_names, results, strict=True))
+        self._translate_nodes(split.before)
+        outputs = self._translate_layers(split.layers, traced)
+        self._translate_nodes(split.after)
+        outputs |= {name: self._values[node] for name, node in traced.items() if layer_of(name) is None}
+        for output_name in output_names:
+            value = outputs[output_name]
             assert value.producer() is not None, f"output {output_name} is an input"
             value.name = output_name
             self._graph.outputs.append(value)
         return self._graph
+
+    def _translate_nodes(self, nodes: Sequence[torch.fx.Node]) -> None:
+        for node in nodes:
+            if node.target is operator.getitem:
+                source, index = node.args
+                assert isinstance(source, torch.fx.Node) and isinstance(index, int)
+                self._values[node] = self._outputs[source][index]
+            else:
+                translate = _translation(node)
+                assert translate is not None
+                translate(self, node)
+
+    def _translate_layers(
+        self, layers: Sequence[TracedLayer], traced: Mapping[str, torch.fx.Node]
+    ) -> dict[str, ir.Value]:
+        """Every layer of the model, each from the nodes of the traced one it repeats; the layers' outputs."""
+        assert len(layers) == len(self._kinds.traced)
+        outputs: dict[str, ir.Value] = {}
+        if not layers:
+            return outputs
+        own_inputs = [_of_layer(self._placeholders, i) for i in range(len(layers))]
+        own_outputs = [_of_layer(traced, i) for i in range(len(layers))]
+        for layer, placeholders, results in zip(layers, own_inputs, own_outputs, strict=True):
+            check_separate(layer, placeholders.values(), results.values())
+        flowing = self._values[layers[0].source]
+        for index, repeated in enumerate(self._kinds.repeats):
+            layer = layers[repeated]
+            self._values[layer.entry] = flowing
+            for name, node in own_inputs[repeated].items():
+                self._values[node] = self._inputs[in_layer(name, index)]
+            self._translate_nodes(layer.nodes)
+            flowing = self._values[layer.result]
+            for name, node in own_outputs[repeated].items():
+                outputs[in_layer(name, index)] = self._values[node]
+        self._values[layers[-1].end] = flowing
+        return outputs
 
     def shape(self, tensor: torch.Tensor) -> tuple[Dim, ...]:
         """A traced tensor's shape as dimension records."""
@@ -91,7 +156,10 @@ class NodeTranslator:
         """Add the node's translation; its outputs take the traced shapes."""
         tensors = node.meta["val"]
         several = isinstance(tensors, tuple | list)
-        names = [f"{node.name}.{i}" for i in range(len(tensors))] if several else [node.name]
+        count = self._num_named[op]
+        self._num_named[op] += 1
+        name = f"{op.lower()}_{count}" if count else op.lower()
+        names = [f"{name}.{i}" for i in range(len(tensors))] if several else [name]
         outputs = [
             g.new_value(name, _DATA_TYPES[tensor.dtype], self.shape(tensor))
             for name, tensor in zip(names, tensors if several else [tensors], strict=True)
@@ -103,6 +171,11 @@ class NodeTranslator:
             self._values[node] = outputs[0]
 
     def _dim(self, expression: sympy.Expr) -> Dim:
+        if expression not in self._dims:
+            self._dims[expression] = self._new_dim(expression)
+        return self._dims[expression]
+
+    def _new_dim(self, expression: sympy.Expr) -> Dim:
         if expression.is_Integer:
             return int(expression)
         symbols = list(expression.free_symbols)
@@ -116,6 +189,20 @@ def _makes_tensors(node: torch.fx.Node) -> bool:
     """False for size arithmetic and shape checks, which dimension records already hold."""
     value = node.meta.get("val")
     return isinstance(value, torch.Tensor | tuple | list)
+
+
+def _of_layer(named: Mapping[str, torch.fx.Node], layer: int) -> dict[str, torch.fx.Node]:
+    """Those of `named` that are the traced layer's."""
+    return {name: node for name, node in named.items() if layer_of(name) == layer}
+
+
+def _check_translations(nodes: Sequence[torch.fx.Node]) -> None:
+    """Raises WorkFailedError naming ops that have no translation."""
+    unknown = {str(n.target) for n in nodes if n.target is not operator.getitem and _translation(n) is None}
+    if unknown:
+        raise WorkFailedError(
+            f"the traced model uses {', '.join(sorted(unknown))}: write it with the ops of models/ops.py"
+        )
 
 
 def _translation(node: torch.fx.Node) -> Callable[[NodeTranslator, torch.fx.Node], None] | None:

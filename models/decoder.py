@@ -156,7 +156,11 @@ class Layer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """forward(step fields by name, last_token i32[R], caches) -> (logits f32[L, vocab], caches)."""
+    """forward(step fields by name, last_token i32[R], caches) -> (logits f32[L, vocab], caches).
+
+    Layers of one kind (`layer_kinds`) differ in nothing but their parameters and caches, so that the builder
+    traces one of them. x is a layer's first argument and first result; nothing else goes from layer to layer.
+    """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -164,6 +168,7 @@ class Decoder(nn.Module):
         self.inv_freq = nn.Parameter(torch.empty(config.head_dim // 2))
         self.embedding = Table(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_layers))
+        self.layer_kinds = ("attention",) * config.num_layers
         self.final_norm = RmsNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = None if config.tie_word_embeddings else Table(config.vocab_size, config.hidden_size)
 

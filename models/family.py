@@ -34,6 +34,7 @@ class ModelFamily:
     gguf_config: Callable[[Mapping[str, Any], Collection[str]], dict[str, Any]]
     # all parameters but inv_freq and, when tied, lm_head
     parameter_specs: Callable[[ModelConfig], tuple[ParameterSpec, ...]]
-    make_module: Callable[[ModelConfig], Any]  # torch module to trace, see decoder.Decoder
+    # torch module to trace, with `layers` and `layer_kinds` as decoder.Decoder has them
+    make_module: Callable[[ModelConfig], Any]
     # regular expressions of tensors that checkpoints carry and nobody needs
     ignorable_tensors: tuple[str, ...] = ()

@@ -34,6 +34,7 @@ def merge_linears(program: g.Program, context: PassContext) -> int:
             if len(group) > 1:
                 _merge(program, group)
                 count += len(group) - 1
+    program.remove_unused_parameters()
     return count
 
 
@@ -62,7 +63,6 @@ def _merge(program: g.Program, nodes: list[ir.Node]) -> None:
         [g.new_node("linear", inputs, [merged]), split],
         dict(zip(outputs, pieces, strict=True)),
     )
-    program.remove_unused_parameters()
 
 
 def _stack(parameters: list[Parameter]) -> Parameter:
