@@ -8,6 +8,10 @@ MODEL := build/models/SmolLM2-135M-Instruct.Q4_1.gguf
 FOLDERS := builder configs models perf plugins_cpu plugins_cuda runtime server
 PIP_INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
+# these run engines of whichever level they are told
+ANY_LEVEL_TESTS := tests/gate tests/end_to_end/test_tiny_models.py tests/end_to_end/test_concurrency.py \
+  tests/runtime/test_engine_on_cpu.py
+
 .PHONY: demo test test-all lint format wheel clean
 
 demo: $(VENV)/.build-extra
@@ -18,6 +22,7 @@ test: lint $(MODEL)
 
 test-all: lint $(MODEL)
 	$(BIN)/python -m pytest -m "not gpu"
+	$(BIN)/python -m pytest -m "not gpu" --cpu-level generic $(ANY_LEVEL_TESTS)
 
 lint: $(VENV)/.dev-extra
 	$(BIN)/ruff check .

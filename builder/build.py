@@ -11,6 +11,7 @@ from typing import Any
 from castiron.builder.background import Background
 from castiron.builder.checkpoint import Checkpoint
 from castiron.builder.choose_schemes import cache_dtype, choose_schemes
+from castiron.builder.collection_paused import collection_paused
 from castiron.builder.describe_build import describe_plan_text, size_text
 from castiron.builder.dummy_tensors import dummy_tensors
 from castiron.builder.golden import MEMBER as GOLDEN_MEMBER
@@ -138,7 +139,7 @@ def _open(options: BuildOptions, target: Target, phases: Phases, stack: ExitStac
 
 
 def _trace(opened: OpenedModel, phases: Phases) -> TracedModel:
-    with phases.phase("trace") as notes:
+    with phases.phase("trace") as notes, collection_paused():
         config = opened.model.config
         traced = TraceOptions(opened.group.block_size, opened.group.table_width, cache_dtype(opened.compute))
         forward = trace_forward(opened.model.family, config, opened.parameters, traced)

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from castiron.builder.collection_paused import collection_paused
 from castiron.builder.options import (
     COMPUTE_MODES,
     FUTURE_QUANTIZE_MODES,
@@ -20,7 +21,8 @@ def main(argv: list[str] | None = None) -> int:
     """Run build-engine with these arguments (default: the process's); returns the exit code."""
     try:
         options = parse_options(argv)
-        from castiron.builder.build import build_engine  # heavy: torch, onnx_ir
+        with collection_paused():
+            from castiron.builder.build import build_engine  # heavy: torch, onnx_ir
 
         build_engine(options)
     except CastironError as error:

@@ -44,11 +44,9 @@ def measure_llama_cpp(folder: Path, model: Path, threads: int) -> dict[str, floa
     """Tokens/s of llama.cpp: decode_b1, decode_b8, decode_b16, prefill_512."""
     rates: dict[str, float] = {}
     common = ["-m", str(model), "-t", str(threads)]
-    table = _run(
-        [str(folder / "llama-batched-bench"), *common, "-c", "4096", "-b", "2048", "-ub", "512"]
-        + ["-npp", str(PROMPT_LEN), "-ntg", str(OUTPUT_LEN), "-npl", ",".join(map(str, BATCHES))]
-        + ["--output-format", "jsonl"]
-    )
+    command = [str(folder / "llama-batched-bench"), *common, "-c", "4096", "-b", "2048", "-ub", "512"]
+    command += ["-npp", str(PROMPT_LEN), "-ntg", str(OUTPUT_LEN), "-npl", ",".join(map(str, BATCHES))]
+    table = _run([*command, "--output-format", "jsonl"])
     for line in table.splitlines():
         if line.startswith("{"):
             row = json.loads(line)

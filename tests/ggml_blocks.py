@@ -3,6 +3,7 @@ which it only reads, are quantized here (simply, without ggml's search for the b
 
 import gguf
 import numpy as np
+
 from castiron.models.schemes import SCHEMES
 
 
@@ -38,7 +39,9 @@ def _asymmetric(blocks: np.ndarray, top: int) -> tuple[np.ndarray, np.ndarray, n
     scale = np.clip(np.rint(step / np.maximum(d, 1e-30)[:, None]), 0, 63).astype(np.uint8)
     minimum = np.clip(np.rint(low / np.maximum(dmin, 1e-30)[:, None]), 0, 63).astype(np.uint8)
     width = np.maximum(scale * d[:, None], 1e-30)[:, :, None]
-    codes = np.clip(np.rint((groups + (minimum * dmin[:, None])[:, :, None]) / width), 0, top).astype(np.uint8)
+    codes = np.clip(np.rint((groups + (minimum * dmin[:, None])[:, :, None]) / width), 0, top).astype(
+        np.uint8
+    )
     packed = np.empty((len(groups), 12), dtype=np.uint8)
     packed[:, 0:4] = scale[:, :4] | (scale[:, 4:] >> 4) << 6
     packed[:, 4:8] = minimum[:, :4] | (minimum[:, 4:] >> 4) << 6

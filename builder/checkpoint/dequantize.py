@@ -6,6 +6,7 @@ from castiron.models.schemes import DENSE_SCHEMES, SCHEMES
 from castiron.runtime.errors import CheckpointError
 
 _CHUNK_ELEMENTS = 4 << 20
+_CACHED_ELEMENTS = 256 << 10  # values whose intermediate arrays stay in the processor's caches
 # byte offsets of the float16 scales inside a GGUF block
 _SCALE_OFFSETS = {
     "q4_0": (0,),
@@ -21,16 +22,16 @@ _SCALE_OFFSETS = {
 _EXPONENT_BITS = {"f32": (np.uint32, 0x7F800000), "f16": (np.uint16, 0x7C00), "bf16": (np.uint16, 0x7F80)}
 
 
-def dequantize(scheme: str, rows: np.ndarray, k: int) -> np.ndarray:
-    """float32 [r, k] from stored rows, uint8 [r, row_bytes] (C order); exact."""
-    result = np.empty((rows.shape[0], k), dtype=np.float32)
-    step = max(1, _CHUNK_ELEMENTS // max(k, 1))
+def dequantize(scheme: str, rows: np.ndarray, k: int, out: np.ndarray | None = None) -> np.ndarray:
+    """float32 [r, k] from stored rows, uint8 [r, row_bytes] (C order); exact. Written to `out` if given."""
+    result = np.empty((rows.shape[0], k), dtype=np.float32) if out is None else out
+    step = max(1, _CACHED_ELEMENTS // max(k, 1))
     for start in range(0, rows.shape[0], step):
-        result[start : start + step] = _dequantize_chunk(scheme, rows[start : start + step])
+        result[start : start + step] = _dequantize_chunk(scheme, rows[start : start + step], k)
     return result
 
 
-def _dequantize_chunk(scheme: str, rows: np.ndarray) -> np.ndarray:
+def _dequantize_chunk(scheme: str, rows: np.ndarray, k: int) -> np.ndarray:
     if scheme == "f32":
         return rows.view(np.float32)
     if scheme == "f16":
@@ -41,7 +42,8 @@ def _dequantize_chunk(scheme: str, rows: np.ndarray) -> np.ndarray:
 
     ggml_type = SCHEMES[scheme].ggml_type
     assert ggml_type is not None
-    return quants.dequantize(rows, GGMLQuantizationType(ggml_type))
+    # as one long row: gguf takes 16 rows at a time, which are few values
+    return quants.dequantize(rows.reshape(1, -1), GGMLQuantizationType(ggml_type)).reshape(-1, k)
 
 
 def to_dense(scheme: str, values: np.ndarray) -> np.ndarray:

@@ -63,8 +63,9 @@ def load_parameter(checkpoint: Checkpoint, parameter: Parameter) -> "torch.Tenso
     scheme = SCHEMES[parameter.scheme]
     step = max(1, _CHUNK_BYTES // (k // scheme.block_size * scheme.block_bytes))
     for start in range(0, num_rows, step):
-        rows = read_parameter_rows(checkpoint, parameter, start, min(start + step, num_rows))
-        target[start : start + step] = dequantize(parameter.scheme, rows, k)
+        stop = min(start + step, num_rows)
+        rows = read_parameter_rows(checkpoint, parameter, start, stop)
+        dequantize(parameter.scheme, rows, k, out=target[start:stop])
     return values.reshape(parameter.shape)
 
 

@@ -5,35 +5,72 @@ namespace castiron {
 namespace {
 
 struct F32Weights {
+    static constexpr bool kReads = true;
+    struct Reader {
+        static constexpr int kStep = 1;
+        static void load(const void *weight, int64_t k, F32x16 *out) {
+            const float *values = static_cast<const float *>(weight) + k * kPanelRows;
+            prefetch(reinterpret_cast<const char *>(values) + kPrefetchF32Bytes);
+            out[0] = F32x16::load(values);
+        }
+    };
     static int64_t panel_bytes(int64_t k) { return k * kPanelRows * 4; }
-    static const float *piece(const uint8_t *panel, int64_t k_begin, int64_t, float *) {
+    static const float *packed(const uint8_t *panel, int64_t k_begin) {
         return reinterpret_cast<const float *>(panel) + k_begin * kPanelRows;
     }
-};
-
-struct F16Weights {
-    static int64_t panel_bytes(int64_t k) { return k * kPanelRows * 2; }
-    static const float *piece(const uint8_t *panel, int64_t k_begin, int64_t num_k, float *scratch) {
-        const auto *halves = reinterpret_cast<const uint16_t *>(panel) + k_begin * kPanelRows;
-        for (int64_t k = 0; k < num_k; k++)
-            F32x16::load_f16(halves + k * kPanelRows).store(scratch + k * kPanelRows);
-        return scratch;
+    static const float *piece(const uint8_t *panel, int64_t k_begin, int64_t, float *) {
+        return packed(panel, k_begin);
     }
 };
 
-struct Bf16Weights {  // pairs of k: the even one in the low half of 32 bits
-    static int64_t panel_bytes(int64_t k) { return (k + 1) / 2 * kPanelRows * 4; }
-    static const float *piece(const uint8_t *panel, int64_t k_begin, int64_t num_k, float *scratch) {
-        static_assert(kPieceK % 2 == 0);
-        const auto *pairs = reinterpret_cast<const uint32_t *>(panel) + k_begin / 2 * kPanelRows;
-        for (int64_t k = 0; k < num_k; k += 2) {
-            for (int r = 0; r < kPanelRows; r++) {
-                const uint32_t pair = pairs[k / 2 * kPanelRows + r];
-                scratch[k * kPanelRows + r] = f32_from_bits(pair << 16);
-                scratch[(k + 1) * kPanelRows + r] = f32_from_bits(pair & 0xffff0000u);
-            }
+// A piece in f32, by the reader of the packed form.
+template <typename Reader>
+const float *convert_piece(const void *weight, int64_t num_k, float *scratch) {
+    static_assert(kPieceK % Reader::kStep == 0);
+    for (int64_t k = 0; k < num_k; k += Reader::kStep) {
+        F32x16 weights[Reader::kStep];
+        Reader::load(weight, k, weights);
+        for (int step = 0; step < Reader::kStep; step++)
+            weights[step].store(scratch + (k + step) * kPanelRows);
+    }
+    return scratch;
+}
+
+struct F16Weights {
+    static constexpr bool kReads = true;
+    struct Reader {
+        static constexpr int kStep = 1;
+        static void load(const void *weight, int64_t k, F32x16 *out) {
+            const uint16_t *halves = static_cast<const uint16_t *>(weight) + k * kPanelRows;
+            prefetch(reinterpret_cast<const char *>(halves) + kPrefetchF32Bytes);
+            out[0] = F32x16::load_f16(halves);
         }
-        return scratch;
+    };
+    static int64_t panel_bytes(int64_t k) { return k * kPanelRows * 2; }
+    static const uint16_t *packed(const uint8_t *panel, int64_t k_begin) {
+        return reinterpret_cast<const uint16_t *>(panel) + k_begin * kPanelRows;
+    }
+    static const float *piece(const uint8_t *panel, int64_t k_begin, int64_t num_k, float *scratch) {
+        return convert_piece<Reader>(packed(panel, k_begin), num_k, scratch);
+    }
+};
+
+struct Bf16Weights {  // pairs of k, an odd last one padded
+    static constexpr bool kReads = true;
+    struct Reader {
+        static constexpr int kStep = 2;
+        static void load(const void *weight, int64_t k, F32x16 *out) {
+            const uint32_t *pairs = static_cast<const uint32_t *>(weight) + k / 2 * kPanelRows;
+            prefetch(reinterpret_cast<const char *>(pairs) + kPrefetchF32Bytes);
+            load_bf16_pairs(pairs, &out[0], &out[1]);
+        }
+    };
+    static int64_t panel_bytes(int64_t k) { return (k + 1) / 2 * kPanelRows * 4; }
+    static const uint32_t *packed(const uint8_t *panel, int64_t k_begin) {
+        return reinterpret_cast<const uint32_t *>(panel) + k_begin / 2 * kPanelRows;
+    }
+    static const float *piece(const uint8_t *panel, int64_t k_begin, int64_t num_k, float *scratch) {
+        return convert_piece<Reader>(packed(panel, k_begin), num_k, scratch);
     }
 };
 

@@ -6,6 +6,7 @@ namespace {
 
 template <typename Scheme>
 struct Dequantized {
+    static constexpr bool kReads = false;
     static int64_t panel_bytes(int64_t k) { return Scheme::panel_bytes(k); }
     static const float *piece(const uint8_t *panel, int64_t k_begin, int64_t num_k, float *scratch) {
         static_assert(kPieceK % kPlaneK == 0);

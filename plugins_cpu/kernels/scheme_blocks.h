@@ -135,11 +135,13 @@ inline void expand_codes(const uint8_t *planes, uint8_t *out) {
 template <int bits>
 inline void widen_codes(const uint8_t *codes, float *out) {
     for (int g = 0; g < kPlaneGroups; g++) {
+        uint32_t words[kPanelRows];  // a row's 4 k, the first in the low byte
+        std::memcpy(words, codes + g * kGroupBytes, sizeof words);
         for (int j = 0; j < 4; j++) {
             for (int r = 0; r < kPanelRows; r++) {
-                const uint8_t code = codes[g * kGroupBytes + r * 4 + j];
-                out[(g * 4 + j) * kPanelRows + r] =
-                    bits == 8 ? static_cast<float>(static_cast<int8_t>(code)) : static_cast<float>(code);
+                const int32_t code = bits == 8 ? static_cast<int32_t>(words[r] << (24 - 8 * j)) >> 24
+                                               : static_cast<int32_t>(words[r] >> 8 * j & 255);
+                out[(g * 4 + j) * kPanelRows + r] = static_cast<float>(code);
             }
         }
     }

@@ -171,6 +171,27 @@ inline F32x16 max(const F32x16 &a, const F32x16 &b) {
 
 #endif
 
+// 16 pairs of bf16, the first of each in the low half of 32 bits.
+inline void load_bf16_pairs(const uint32_t *p, F32x16 *first, F32x16 *second) {
+#if defined(__AVX512F__)
+    const __m512i pairs = _mm512_loadu_si512(p);
+    first->v = _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16));
+    second->v = _mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32(-65536)));
+#elif defined(__AVX2__)
+    const __m256i high = _mm256_set1_epi32(-65536);
+    const __m256i lo = _mm256_loadu_si256(reinterpret_cast<const __m256i *>(p));
+    const __m256i hi = _mm256_loadu_si256(reinterpret_cast<const __m256i *>(p + 8));
+    *first = {_mm256_castsi256_ps(_mm256_slli_epi32(lo, 16)), _mm256_castsi256_ps(_mm256_slli_epi32(hi, 16))};
+    *second = {_mm256_castsi256_ps(_mm256_and_si256(lo, high)),
+               _mm256_castsi256_ps(_mm256_and_si256(hi, high))};
+#else
+    for (int i = 0; i < kLanes; i++) {
+        first->v[i] = f32_from_bits(p[i] << 16);
+        second->v[i] = f32_from_bits(p[i] & 0xffff0000u);
+    }
+#endif
+}
+
 // The first `count` lanes (1 .. 16) from or to memory; nothing beyond them is read or written.
 inline F32x16 load_partial(const float *p, int64_t count) {
     if (count >= kLanes) return F32x16::load(p);

@@ -19,7 +19,9 @@ MODULES = {
 }
 
 
-def run(command: str, *arguments: object, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+def run(
+    command: str, *arguments: object, env: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", MODULES[command], *map(str, arguments)],
         capture_output=True,
@@ -78,8 +80,14 @@ CHECKPOINT_MISTAKES: dict[str, tuple[Callable[[Path], None], str]] = {
         lambda f: edit_config(f, '"tie_word_embeddings": false', '"tie_word_embeddings": true'),
         "lm_head.weight",
     ),
-    "untied without lm_head": (lambda f: edit_tensors(f, lambda t: t.pop("lm_head.weight")), "tie_word_embeddings"),
-    "unknown architecture": (lambda f: edit_config(f, "LlamaForCausalLM", "MambaForCausalLM"), "MambaForCausalLM"),
+    "untied without lm_head": (
+        lambda f: edit_tensors(f, lambda t: t.pop("lm_head.weight")),
+        "tie_word_embeddings",
+    ),
+    "unknown architecture": (
+        lambda f: edit_config(f, "LlamaForCausalLM", "MambaForCausalLM"),
+        "MambaForCausalLM",
+    ),
     "unknown field that changes the math": (
         lambda f: edit_config(f, '"hidden_act"', '"logit_softcapping": 30.0,\n "hidden_act"'),
         "logit_softcapping",
@@ -114,7 +122,9 @@ def test_checkpoint_mistake_is_one_line_with_exit_2_and_no_file(
     assert list((tmp_path / "out").iterdir()) == []
 
 
-def test_tied_checkpoint_that_also_stores_an_equal_lm_head_builds(tiny_checkpoint: Path, tmp_path: Path) -> None:
+def test_tied_checkpoint_that_also_stores_an_equal_lm_head_builds(
+    tiny_checkpoint: Path, tmp_path: Path
+) -> None:
     folder = tmp_path / "checkpoint"
     shutil.copytree(tiny_checkpoint, folder)
     with safe_open(folder / "model.safetensors", "np") as file:

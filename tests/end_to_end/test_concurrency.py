@@ -43,7 +43,9 @@ def test_sixteen_concurrent_requests_equal_each_alone_bit_for_bit(
             AddRequest(
                 f"r{i}",
                 prompt,
-                SamplingParams(max_tokens=8, logprobs=5, ignore_eos=True, temperature=0.0 if i % 2 else 0.8, seed=i),
+                SamplingParams(
+                    max_tokens=8, logprobs=5, ignore_eos=True, temperature=0.0 if i % 2 else 0.8, seed=i
+                ),
             )
             for i, prompt in enumerate(prompts(alone_engine.info.vocab_size))
         ]

@@ -1,7 +1,6 @@
 """Tiny random checkpoints, built with --quantize none and float32 compute, against transformers in float32."""
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest

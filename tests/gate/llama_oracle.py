@@ -58,9 +58,10 @@ def load_llama_gguf(path: Path) -> torch.nn.Module:
                 weight = _split_half(weight, heads)
             name = f"model.layers.{parts[1]}.{GGUF_LINEARS[parts[2]]}.weight"
         else:
-            name = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight"}[
-                tensor.name
-            ]
+            name = {
+                "token_embd.weight": "model.embed_tokens.weight",
+                "output_norm.weight": "model.norm.weight",
+            }[tensor.name]
         state[name] = torch.from_numpy(np.ascontiguousarray(weight))
     with torch.device("meta"):
         model = LlamaForCausalLM(config)

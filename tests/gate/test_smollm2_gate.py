@@ -47,7 +47,9 @@ def engine(request: pytest.FixtureRequest, smollm2_gguf: Path, engines_folder: P
     else:
         from conftest import build
 
-        path = build(smollm2_gguf, engines_folder / "smollm2-bf16.engine", "--quantize", "none", "--compute", "bf16")
+        path = build(
+            smollm2_gguf, engines_folder / "smollm2-bf16.engine", "--quantize", "none", "--compute", "bf16"
+        )
     with LLMEngine.load(path, EngineOptions()) as loaded:
         yield loaded
 
@@ -112,4 +114,6 @@ def test_concurrent_greedy_generation_covers_the_reference(engine, prompts, expe
     ours: dict[str, list[int]] = {request.request_id: [] for request in requests}
     for output in engine.generate(requests):
         ours[output.request_id] += output.new_token_ids
-    assert greedy_coverage(expected_greedy, [ours[str(i)] for i in range(len(prompts))]) >= MIN_GREEDY_COVERAGE
+    assert (
+        greedy_coverage(expected_greedy, [ours[str(i)] for i in range(len(prompts))]) >= MIN_GREEDY_COVERAGE
+    )
