@@ -1,6 +1,7 @@
 """build-engine: the command line. Only parses; builder/build.py works."""
 
 import argparse
+import gc
 import sys
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ def main(argv: list[str] | None = None) -> int:
         options = parse_options(argv)
         with collection_paused():
             from castiron.builder.build import build_engine  # heavy: torch, onnx_ir
-
+        gc.freeze()  # what was imported stays: no search for cycles need look at it again
         build_engine(options)
     except CastironError as error:
         print(f"build-engine: error: {error}", file=sys.stderr)
