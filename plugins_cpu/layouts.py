@@ -197,7 +197,8 @@ def _packed_fields(scheme: str, packed: np.ndarray) -> dict[str, np.ndarray]:
 def _rotate_bits(words: np.ndarray, steps: int) -> np.ndarray:
     """Each bit of a u32 moves from index e to e rotated right by `steps` of its 5 binary digits."""
     low, high = _rotation_tables()[steps]
-    return low[words & 0xFFFF] | high[words >> 16]
+    rotated: np.ndarray = low[words & 0xFFFF] | high[words >> 16]
+    return rotated
 
 
 def _rotation_tables() -> dict[int, tuple[np.ndarray, np.ndarray]]:
