@@ -48,7 +48,10 @@ def _parameters(text: str) -> tuple[Parameter, ...]:
     return tuple(Parameter(*item.split(":")) for item in text.split())
 
 
-_STRIDED_NORM = "x_stride:l:in0.stride0 y_stride:l:out0.stride0 count:i:in0.count dim:i:in0.dim1 eps:f:attr.eps pad:i:zero"
+_STRIDED_NORM = (
+    "x_stride:l:in0.stride0 y_stride:l:out0.stride0 "
+    "count:i:in0.count dim:i:in0.dim1 eps:f:attr.eps pad:i:zero"
+)
 
 _PLAIN = (
     KernelSpec(
