@@ -7,6 +7,8 @@
 
 namespace castiron {
 
+constexpr char kWeightLayout[] = "n16";  // LAYOUT of layouts.py: another name for any change of packed bytes
+
 // Words of the step header a kernel may use as its live row count (runtime/step_abi.py).
 enum Count : int32_t { kNumTokens = 0, kNumSeqs = 1, kNumLogits = 2 };
 

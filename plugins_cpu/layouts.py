@@ -30,7 +30,7 @@ import numpy as np
 
 from castiron.models.schemes import SCHEMES
 
-LAYOUT = "n16"
+LAYOUT = "n16"  # kWeightLayout of abi.h; renamed there and here when packed bytes change
 PANEL_ROWS = 16
 _BLOCK_32 = 32  # k covered by one set of code planes
 _STRIP_BYTES = 1 << 19  # packed at a time

@@ -11,6 +11,7 @@ import hashlib
 import importlib.util
 import os
 import platform
+import re
 import sys
 from pathlib import Path
 
@@ -37,7 +38,8 @@ _LEVEL_CPU_FLAGS: dict[str, tuple[str, ...]] = {
 }
 
 _SOURCE_PATTERNS = ("*.cpp", "*.h", "kernels/*.cpp", "kernels/*.h")
-_ABI_FILES = ("abi.h", "layouts.py")  # what an engine's baked parameters and packed weights depend on
+_ABI_FILE = "abi.h"  # what an engine's baked parameters and packed weights depend on
+_COMMENT = re.compile(rb"//[^\n]*|/\*.*?\*/", re.DOTALL)
 
 _SYS_ARCH_PRCTL = 158
 _ARCH_GET_XCOMP_SUPP = 0x1021
@@ -110,16 +112,21 @@ def read_sources() -> dict[str, bytes]:
 
 
 def abi_hash() -> str:
-    """sha256 (hex) of what ties an engine to the kernels: parameter structs and weight layouts."""
-    folder = sources_folder()
+    """sha256 (hex) of what ties an engine to the kernels: parameter structs and the name of the weight layout.
+
+    Comments and spacing of abi.h don't count, so engines survive releases that change neither.
+    """
     try:
-        return _hash_parts(
-            [part for name in _ABI_FILES for part in (name.encode(), (folder / name).read_bytes())]
-        )
+        return hash_abi((sources_folder() / _ABI_FILE).read_bytes())
     except FileNotFoundError as error:
         raise EngineTargetError(
             f"castiron is not installed completely: {error.filename} is missing, reinstall it"
         ) from error
+
+
+def hash_abi(header: bytes) -> str:
+    """`abi_hash` of an abi.h already read."""
+    return _hash_parts(_COMMENT.sub(b" ", header).split())
 
 
 def source_hash(level: str) -> str:

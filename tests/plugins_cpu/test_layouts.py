@@ -1,9 +1,13 @@
 """The n16 layout keeps every bit of the checkpoint and is what its docstring says."""
 
+import hashlib
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 from castiron.models.schemes import DENSE_SCHEMES, QUANTIZED_SCHEMES, SCHEMES
+from castiron.plugins_cpu import layouts
 from castiron.plugins_cpu.layouts import pack, packed_bytes, row_bytes, unpack
 
 
@@ -85,3 +89,14 @@ def test_wrong_shapes_are_refused_with_what_was_expected() -> None:
         pack("q4_1", np.zeros((2, 18), np.uint8), 32)
     with pytest.raises(ValueError, match="expected uint8 of 320"):
         unpack("q4_1", np.zeros(319, np.uint8), 16, 32)
+
+
+def test_packed_bytes_are_those_of_the_named_layout() -> None:
+    """Engines hold packed weights: bytes that change need a new LAYOUT, then new hashes here."""
+    assert layouts.LAYOUT == "n16"
+    header = Path(layouts.__file__).with_name("abi.h").read_text()
+    assert f'kWeightLayout[] = "{layouts.LAYOUT}"' in header
+    digest = hashlib.sha256()
+    for scheme in SCHEMES:
+        digest.update(pack(scheme, random_bytes(scheme, 17, 512), 512))
+    assert digest.hexdigest() == "441d57fe797bf7b3f92ad64145638f4ccab1f140106f3c4fb86dd63bb7c275bb"

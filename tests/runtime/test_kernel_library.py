@@ -80,6 +80,15 @@ def test_hashes_differ_by_level_and_change_with_any_source() -> None:
     assert kernel_library.hash_sources("generic", moved) not in hashes
 
 
+def test_the_abi_hash_ignores_comments_and_spacing_and_sees_every_token() -> None:
+    header = (kernel_library.sources_folder() / "abi.h").read_bytes()
+    assert kernel_library.hash_abi(header) == kernel_library.abi_hash()
+    assert kernel_library.hash_abi(header.replace(b"\n", b"  // a remark\n")) == kernel_library.abi_hash()
+    for old, new in ((b"int32_t count", b"int64_t count"), (b'"n16"', b'"n17"'), (b"float eps;", b"")):
+        assert old in header
+        assert kernel_library.hash_abi(header.replace(old, new, 1)) != kernel_library.abi_hash()
+
+
 def test_hashing_is_deterministic_and_hex() -> None:
     assert kernel_library.source_hash("generic") == kernel_library.source_hash("generic")
     for digest in (kernel_library.source_hash("generic"), kernel_library.abi_hash()):
