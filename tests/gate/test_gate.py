@@ -9,25 +9,25 @@ def logits(seed: int = 0) -> np.ndarray:
 
 
 def test_equal_logits_pass():
-    assert measure(logits(), logits()).failures() == []
+    assert measure([logits()], [logits()]).failures() == []
 
 
 def test_a_constant_shift_of_all_logits_passes():
-    assert measure(logits(), logits() + 3).failures() == []
+    assert measure([logits()], [logits() + 3]).failures() == []
 
 
 def test_unrelated_logits_fail_every_condition():
-    assert len(measure(logits(), logits(1)).failures()) == 4
+    assert len(measure([logits()], [logits(1)]).failures()) == 4
 
 
 def test_a_scale_error_of_ten_percent_fails():
-    assert measure(logits(), logits() * 1.1).failures()
+    assert measure([logits()], [logits() * 1.1]).failures()
 
 
 def test_one_badly_wrong_position_fails():
     ours = logits()
     ours[7, ours[7].argmin()] = 30.0
-    assert any("regret" in failure for failure in measure(logits(), ours).failures())
+    assert any("regret" in failure for failure in measure([logits()], [ours]).failures())
 
 
 def test_greedy_coverage_counts_tokens_before_the_first_difference():

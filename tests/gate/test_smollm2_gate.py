@@ -16,7 +16,7 @@ from castiron.runtime.llm_engine import LLMEngine
 from castiron.runtime.logits import forward_logits
 from castiron.runtime.messages import AddRequest
 from castiron.runtime.sampling_params import SamplingParams
-from castiron.server.tokenizer import Tokenizer
+from castiron.server.text_front import TextFront
 
 ROOT = Path(__file__).parents[2]
 CHUNK = 512  # perplexity: chunks of 512 tokens, second half scored
@@ -39,7 +39,14 @@ def oracle(smollm2_gguf: Path):
     return load_llama_gguf(smollm2_gguf)
 
 
-@pytest.fixture(scope="module", params=["int8", "bf16", "f32"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        "int8",
+        pytest.param("bf16", marks=pytest.mark.long),
+        pytest.param("f32", marks=pytest.mark.long),
+    ],
+)
 def engine(request: pytest.FixtureRequest, smollm2_gguf: Path, engines_folder: Path) -> Iterator[LLMEngine]:
     name = {"int8": "smollm2_engine", "f32": "smollm2_f32_engine"}.get(request.param)
     if name is not None:
@@ -55,14 +62,14 @@ def engine(request: pytest.FixtureRequest, smollm2_gguf: Path, engines_folder: P
 
 
 @pytest.fixture(scope="module")
-def tokenizer(smollm2_engine: Path) -> Tokenizer:
-    return Tokenizer.from_engine(smollm2_engine)
+def text_front(smollm2_engine: Path) -> TextFront:
+    return TextFront.load(smollm2_engine)
 
 
 @pytest.fixture(scope="module")
-def text_ids(tokenizer: Tokenizer) -> list[int]:
+def text_ids(text_front: TextFront) -> list[int]:
     """The repository's LICENSE as token ids, at least NUM_POSITIONS of them."""
-    ids = tokenizer.encode((ROOT / "LICENSE").read_text())
+    ids = text_front.tokenizer.encode_plain((ROOT / "LICENSE").read_text())
     assert len(ids) >= NUM_POSITIONS
     return ids
 
@@ -78,8 +85,8 @@ def expected(oracle, chunks: list[list[int]]) -> list[np.ndarray]:
 
 
 @pytest.fixture(scope="module")
-def prompts(tokenizer: Tokenizer) -> list[list[int]]:
-    return [tokenizer.encode_chat([{"role": "user", "content": question}]) for question in QUESTIONS]
+def prompts(text_front: TextFront) -> list[list[int]]:
+    return [text_front.prompter.encode([{"role": "user", "content": question}]) for question in QUESTIONS]
 
 
 @pytest.fixture(scope="module")
@@ -87,22 +94,25 @@ def expected_greedy(oracle, prompts: list[list[int]]) -> list[list[int]]:
     return [greedy(oracle, prompt, GREEDY_TOKENS) for prompt in prompts]
 
 
-def test_gate_holds_teacher_forced_with_all_chunks_in_one_batch(engine, chunks, expected):
-    ours = np.concatenate(forward_logits(engine, chunks))
-    report = measure(np.concatenate(expected), ours)
+@pytest.fixture(scope="module")
+def ours(engine: LLMEngine, chunks: list[list[int]]) -> list[np.ndarray]:
+    """Our logits at every position, all chunks running at once."""
+    return forward_logits(engine, chunks)
+
+
+def test_gate_holds_teacher_forced_with_all_chunks_in_one_batch(ours, expected):
+    report = measure(expected, ours)
     assert report.num_positions >= 2000
     assert not report.failures(), (report.failures(), report)
 
 
 def test_gate_holds_token_by_token(engine, chunks, expected):
     first = chunks[0][:128]
-    ours = forward_logits(engine, [first], chunk=1)[0]
-    report = measure(expected[0][:128], ours)
+    report = measure([expected[0][:128]], forward_logits(engine, [first], chunk=1))
     assert not report.failures(), (report.failures(), report)
 
 
-def test_perplexity_is_within_one_percent(engine, chunks, expected):
-    ours = forward_logits(engine, chunks)
+def test_perplexity_is_within_one_percent(ours, chunks, expected):
     want = np.mean([np.log(perplexity(e, c, CHUNK // 2)) for e, c in zip(expected, chunks, strict=True)])
     got = np.mean([np.log(perplexity(o, c, CHUNK // 2)) for o, c in zip(ours, chunks, strict=True)])
     assert abs(np.exp(got - want) - 1) <= 0.01
