@@ -1,19 +1,13 @@
 """Fixtures shared by all tests: real and tiny models, and engines built from them once a session."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
+import build_command
 import pytest
+from build_command import build
 
 ROOT = Path(__file__).parent.parent
-sys.path.insert(
-    0, str(Path(__file__).parent)
-)  # tests import each other's builders: `from tiny_checkpoints import …`
-
-
-_cpu_level: str | None = None  # of --cpu-level
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -21,18 +15,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    global _cpu_level
-    _cpu_level = config.getoption("--cpu-level")
-
-
-def build(model: Path, engine: Path, *flags: str) -> Path:
-    """Build an engine in a process of its own, as a user would, and return its path."""
-    command = [sys.executable, "-m", "castiron.builder.cli", str(model), "-o", str(engine), *flags]
-    if _cpu_level is not None:
-        command += ["--target", f"cpu:{_cpu_level}"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return engine
+    build_command.cpu_level = config.getoption("--cpu-level")
 
 
 @pytest.fixture(scope="session")

@@ -52,7 +52,9 @@ def test_sixteen_concurrent_requests_equal_each_alone_bit_for_bit(
         alone = {}
         for request in requests:
             alone |= tokens(alone_engine, [request])
-    with LLMEngine.load(engine_path, EngineOptions(max_batched_tokens=max_batched_tokens)) as engine:
+    with LLMEngine.load(
+        engine_path, EngineOptions(max_seqs=NUM_REQUESTS, max_batched_tokens=max_batched_tokens)
+    ) as engine:
         assert tokens(engine, requests) == alone
 
 

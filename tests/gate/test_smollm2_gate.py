@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from build_command import build
 from gate_report import MIN_GREEDY_COVERAGE, greedy_coverage, measure, perplexity
 from llama_oracle import greedy, load_llama_gguf, reference_logits
 
@@ -52,8 +53,6 @@ def engine(request: pytest.FixtureRequest, smollm2_gguf: Path, engines_folder: P
     if name is not None:
         path = request.getfixturevalue(name)
     else:
-        from conftest import build
-
         path = build(
             smollm2_gguf, engines_folder / "smollm2-bf16.engine", "--quantize", "none", "--compute", "bf16"
         )
