@@ -14,6 +14,7 @@ from castiron.server.command_line import (
     run_command,
 )
 
+_DEFAULT_BATCHES = (1, 8, 16)
 _LATER = ("serving", "tune", "check")
 
 
@@ -26,7 +27,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     offline.add_argument("engine", metavar="ENGINE")
     offline.add_argument(
-        "--batch", type=positive_int_list, default=(1, 8, 16), metavar="N,…", help="default 1,8,16"
+        "--batch",
+        type=positive_int_list,
+        metavar="N,…",
+        help="default 1,8,16, as far as the engine runs so many",
     )
     offline.add_argument(
         "--prompt-len", type=positive_int, default=128, metavar="N", help="tokens (default 128)"
@@ -63,8 +67,9 @@ def _run_offline(args: argparse.Namespace) -> int:
 
     if args.seed < 0:
         raise InputError(f"--seed is {args.seed}, expected 0 or more")
-    case = OfflineCase(args.batch, args.prompt_len, args.output_len, args.repeats, args.seed)
     with LLMEngine.load(args.engine, engine_options(args)) as engine:
+        batches = args.batch or tuple(b for b in _DEFAULT_BATCHES if b <= engine.info.max_seqs)
+        case = OfflineCase(batches, args.prompt_len, args.output_len, args.repeats, args.seed)
         metrics = measure_offline(engine, case)
     print(offline_table(metrics))
     _write(args, metrics)

@@ -43,6 +43,7 @@ class EngineClient:
         self._restarts = restarts
         self._child = child
         self._state: State = "ready"
+        self._is_ending = False  # stop() is past draining
         self._settled = asyncio.Event()  # set unless restarting
         self._settled.set()
         self._idle = asyncio.Event()  # set while no request is unfinished
@@ -115,8 +116,11 @@ class EngineClient:
             self._child.send(AbortRequest(request_id))
 
     async def stop(self, drain_s: float = 0.0) -> None:
-        """Take no more requests, give running ones up to `drain_s`, abort the rest and end the process."""
-        if self._state in ("stopping", "stopped"):
+        """Take no more requests, give running ones up to `drain_s`, abort the rest and end the process.
+
+        A call cancelled while draining leaves the ending to the next one.
+        """
+        if self._is_ending:
             return
         self._state = "stopping"
         self._settled.set()
@@ -128,6 +132,9 @@ class EngineClient:
                 )
             finally:
                 idle.cancel()
+        if self._is_ending:  # another call ended it meanwhile
+            return
+        self._is_ending = True
         self._end_streams("abort", None)
         self._supervisor.cancel()
         await asyncio.wait({self._supervisor})

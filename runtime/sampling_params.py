@@ -28,11 +28,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         """Raise RequestError naming the first field that is out of range."""
         checks = (
             ("temperature", 0.0 <= self.temperature <= 100.0, "a number from 0 to 100"),
-            ("top_k", 0 <= self.top_k < 2**31, "0 (off) or a positive integer"),
+            ("top_k", 0 <= self.top_k < 2**31, "an integer from 0 (off) to 2^31 - 1"),
             ("top_p", 0.0 < self.top_p <= 1.0, "a number above 0 and up to 1"),
             ("min_p", 0.0 <= self.min_p <= 1.0, "a number from 0 to 1"),
             ("seed", self.seed is None or 0 <= self.seed < 2**64, "an integer from 0 to 2^64 - 1"),
-            ("max_tokens", 1 <= self.max_tokens < 2**31, "a positive integer"),
+            ("max_tokens", 1 <= self.max_tokens < 2**31, "an integer from 1 to 2^31 - 1"),
             ("min_tokens", 0 <= self.min_tokens <= self.max_tokens, "an integer from 0 to max_tokens"),
             (
                 "logprobs",

@@ -61,10 +61,15 @@ async def _serve(args: argparse.Namespace) -> int:
         await _listen(runner, host, port)
         print(f"run-engine: serving {model.name} on http://{_address(runner)}", file=sys.stderr, flush=True)
         received = await stop_signal
-        print(f"run-engine: {received.name}, finishing running requests (again: stop now)", file=sys.stderr)
+        print(
+            f"run-engine: {received.name}, finishing running requests, {DRAIN_S:.0f} s at most (again: stop now)",
+            file=sys.stderr,
+        )
         again = _stop_signal()
         draining = asyncio.ensure_future(_drain(runner, client))
         await asyncio.wait((draining, again), return_when=asyncio.FIRST_COMPLETED)
+        if not draining.done():
+            print("run-engine: stopping now, unfinished requests are cut", file=sys.stderr)
         draining.cancel()
         await asyncio.gather(draining, return_exceptions=True)
         return EXIT_INTERRUPTED if received == signal.SIGINT else 0

@@ -73,16 +73,23 @@ class LLM:
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
-        sampling_params: SamplingParams | None = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         stop: str | Sequence[str] | None = None,
     ) -> list[Completion]:
         """Continue raw prompts (text, or token ids), all at once, batched by the engine; in the order given.
 
-        sampling_params None: the model's generation config with 16 new tokens. Raises RequestError for a
+        sampling_params: for all prompts, or one a prompt; None: the model's generation config with 16 new tokens.
+        `stop`: strings that end an answer and aren't part of it. Raises InputError, and RequestError for a
         prompt that can't be served, before anything runs.
         """
         encoded = [self._encode(prompt) for prompt in _as_list(prompts)]
-        return self._run(encoded, [sampling_params or self._defaults(16)] * len(encoded), stop)
+        if sampling_params is None or isinstance(sampling_params, SamplingParams):
+            return self._run(encoded, [sampling_params or self._defaults(16)] * len(encoded), stop)
+        if len(sampling_params) != len(encoded):
+            raise InputError(
+                f"{len(sampling_params)} sampling_params for {len(encoded)} prompts, expected one, or one a prompt"
+            )
+        return self._run(encoded, sampling_params, stop)
 
     def chat(
         self,

@@ -68,3 +68,10 @@ def test_wrong_use_is_a_named_error(llm: LLM, tiny_chat_engine: Path, tmp_path: 
     with pytest.raises((InputError, EngineFormatError)):
         LLM(tmp_path / "none.engine")
     assert llm.generate([], GREEDY) == []
+
+
+def test_sampling_params_may_be_one_for_each_prompt(llm: LLM) -> None:
+    each = [SamplingParams(max_tokens=3, ignore_eos=True), SamplingParams(max_tokens=5, ignore_eos=True)]
+    assert [len(c.token_ids) for c in llm.generate(["a", "b"], each)] == [3, 5]
+    with pytest.raises(InputError, match="2 sampling_params for 1 prompts"):
+        llm.generate(["a"], each)
