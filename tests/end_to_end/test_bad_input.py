@@ -107,6 +107,7 @@ CHECKPOINT_MISTAKES: dict[str, tuple[Callable[[Path], None], str]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mistake", sorted(CHECKPOINT_MISTAKES))
 def test_checkpoint_mistake_is_one_line_with_exit_2_and_no_file(
     mistake: str, tiny_checkpoint: Path, tmp_path: Path
@@ -151,6 +152,7 @@ BUILD_MISTAKES: dict[str, tuple[tuple[str, ...], int, str]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mistake", sorted(BUILD_MISTAKES))
 def test_build_mistake(mistake: str, tiny_checkpoint: Path, tmp_path: Path) -> None:
     arguments, code, named = BUILD_MISTAKES[mistake]
