@@ -14,6 +14,7 @@ from castiron.builder.choose_schemes import cache_dtype, choose_schemes
 from castiron.builder.collection_paused import collection_paused
 from castiron.builder.describe_build import describe_plan_text, size_text
 from castiron.builder.dummy_tensors import dummy_tensors
+from castiron.builder.dump_passes import check_dump_folder
 from castiron.builder.golden import MEMBER as GOLDEN_MEMBER
 from castiron.builder.golden import GoldenMember, compute_golden, golden_cases, why_no_golden
 from castiron.builder.graph import Program
@@ -22,10 +23,9 @@ from castiron.builder.memory_needs import check_fits, machine_memory_bytes, memo
 from castiron.builder.model_parameters import BoundModel, bind_model
 from castiron.builder.model_source import open_model
 from castiron.builder.options import BuildOptions
-from castiron.builder.output_file import check_output
 from castiron.builder.pack_weights import checkpoint_chunks, random_chunks, write_weights
 from castiron.builder.parameters import Parameter
-from castiron.builder.phases import Phases, peak_memory_bytes
+from castiron.builder.phases import Phases
 from castiron.builder.pipeline import PassResult, optimize
 from castiron.builder.plan.buckets import MIXED
 from castiron.builder.plan.planner import PlannedEngine, plan_engine
@@ -44,6 +44,8 @@ from castiron.runtime.dummy_weights import MEMBER as DUMMY_MEMBER
 from castiron.runtime.dummy_weights import encode_dummy_tensors
 from castiron.runtime.engine_file_writer import EngineFileWriter
 from castiron.runtime.manifest import Manifest, Profile, QuantizationInfo, WeightsFile
+from castiron.runtime.output_file import check_output_file
+from castiron.runtime.peak_memory import peak_memory_bytes
 from castiron.runtime.plan_format import encode_plan
 from castiron.runtime.step_abi import CacheGroup
 
@@ -100,7 +102,9 @@ def build_engine(options: BuildOptions, quiet: bool = False) -> BuildResult:
     phases = Phases(options.max_build_seconds, quiet)
     target = resolve_target(options.target)
     if options.output is not None:
-        check_output(options.output, options.model)
+        check_output_file(options.output, ".engine", options.model)
+    if options.dump_passes is not None:
+        check_dump_folder(options.dump_passes)
     with ExitStack() as stack:
         opened = _open(options, target, phases, stack)
         library = None

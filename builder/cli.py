@@ -15,29 +15,32 @@ from castiron.builder.options import (
     BuildOptions,
 )
 from castiron.builder.recipe import read_recipe
-from castiron.runtime.errors import EXIT_USAGE, CastironError, InputError
+from castiron.runtime.command_line import OneLineParser, run_command
+from castiron.runtime.errors import InputError
+from castiron.runtime.output_file import output_file
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run build-engine with these arguments (default: the process's); returns the exit code."""
-    try:
-        options = parse_options(argv)
-        with collection_paused():
-            from castiron.builder.build import build_engine  # heavy: torch, onnx_ir
-        gc.freeze()  # what was imported stays: no search for cycles need look at it again
-        build_engine(options)
-    except CastironError as error:
-        print(f"build-engine: error: {error}", file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        print("build-engine: interrupted, no file was written", file=sys.stderr)
-        return 130
+    return run_command(_parser(), argv, _build)
+
+
+def _build(args: argparse.Namespace) -> int:
+    options = _options(args)
+    with collection_paused():
+        from castiron.builder.build import build_engine  # heavy: torch, onnx_ir
+    gc.freeze()  # what was imported stays: no search for cycles need look at it again
+    build_engine(options)
     return 0
 
 
 def parse_options(argv: list[str] | None) -> BuildOptions:
     """Options from the command line over those of --recipe. Raises InputError."""
-    given: dict[str, Any] = vars(_parser().parse_args(argv))
+    return _options(_parser().parse_args(argv))
+
+
+def _options(args: argparse.Namespace) -> BuildOptions:
+    given: dict[str, Any] = vars(args)
     recipe = given.pop("recipe", None)
     values = {**(read_recipe(recipe) if recipe is not None else {}), **given}
     if "model" not in values:
@@ -45,17 +48,9 @@ def parse_options(argv: list[str] | None) -> BuildOptions:
     return BuildOptions(**values)
 
 
-class _Parser(argparse.ArgumentParser):
-    """Errors as one line, like all others."""
-
-    def error(self, message: str) -> Any:
-        print(f"{self.prog}: error: {message} (see {self.prog} --help)", file=sys.stderr)
-        sys.exit(EXIT_USAGE)
-
-
 def _parser() -> argparse.ArgumentParser:
     """Options without defaults of their own: those are BuildOptions' fields."""
-    parser = _Parser(
+    parser = OneLineParser(
         prog="build-engine",
         description="Compile a language model ahead of time into one engine file.",
         argument_default=argparse.SUPPRESS,
@@ -68,7 +63,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="MODEL",
         help="Hugging Face folder, .gguf file, hub id, or alias (public sizes)",
     )
-    add("-o", "--output", type=Path, metavar="OUT.engine", help="the engine file to write")
+    add("-o", "--output", type=output_file, metavar="OUT.engine", help="the engine file to write")
     add("--target", metavar="TARGET", help="cpu (this machine's best level, the default) or cpu:LEVEL")
     modes = [*QUANTIZE_MODES, *FUTURE_QUANTIZE_MODES]
     add(

@@ -5,7 +5,14 @@ from pathlib import Path
 import onnx_ir as ir
 
 from castiron.builder import graph as g
-from castiron.runtime.errors import WorkFailedError
+from castiron.runtime.errors import InputError, WorkFailedError
+
+
+def check_dump_folder(folder: Path) -> None:
+    """Raise InputError if there can't be such a folder: a file stands in its way."""
+    in_the_way = next((path for path in (folder, *folder.parents) if path.exists()), None)
+    if in_the_way is not None and not in_the_way.is_dir():
+        raise InputError(f"--dump-passes {folder}: {in_the_way} is a file, expected a folder")
 
 
 def dump_stage(folder: Path, index: int, name: str, program: g.Program) -> None:

@@ -1,12 +1,13 @@
 """What a build is asked to do: one frozen record; the command line and recipes are read from its fields."""
 
 import dataclasses
-import difflib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from castiron.runtime.errors import InputError
+from castiron.runtime.nearest_name import nearest_name, unknown_name
+from castiron.runtime.output_file import output_file
 
 QUANTIZE_MODES = ("keep", "none")
 FUTURE_QUANTIZE_MODES = ("int4", "nvfp4", "fp8", "int8")
@@ -70,14 +71,14 @@ def from_mapping(values: dict[str, Any], source: str) -> dict[str, Any]:
     result = {}
     for key, value in values.items():
         if key not in known:
-            near = difflib.get_close_matches(key, known, n=1)
-            hint = f": did you mean {near[0]!r}?" if near else f", expected one of {', '.join(known)}"
-            raise InputError(f"{source} has an unknown key {key!r}{hint}")
+            raise InputError(f"{source} has an {unknown_name('key', key, known)}")
         expected = _python_type(str(known[key].type))
         is_number = expected is float and isinstance(value, int) and not isinstance(value, bool)
         if not (type(value) is expected or is_number):
             raise InputError(f"{source}: {key} is {value!r}, expected {_TYPE_WORDS[expected]}")
-        result[key] = Path(value) if "Path" in str(known[key].type) else value
+        if "Path" in str(known[key].type):
+            value = output_file(value) if key == "output" else Path(value)
+        result[key] = value
     return result
 
 
@@ -93,6 +94,6 @@ def _python_type(annotation: str) -> type:
 
 def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
-        near = difflib.get_close_matches(value, choices, n=1)
-        hint = f" (did you mean {near[0]}?)" if near else ""
+        near = nearest_name(value, choices)
+        hint = f" (did you mean {near}?)" if near else ""
         raise InputError(f"{name} is {value!r}, expected one of {', '.join(choices)}{hint}")

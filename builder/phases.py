@@ -1,6 +1,5 @@
 """Phases of a build: progress lines, seconds, peak memory and the time limit."""
 
-import resource
 import sys
 import time
 from collections.abc import Iterator
@@ -49,9 +48,3 @@ class Phases:
     def total(self) -> float:
         """Seconds since the build began."""
         return time.perf_counter() - self._start
-
-
-def peak_memory_bytes() -> int:
-    """Most resident memory this process has had, mapped files included."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024

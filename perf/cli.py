@@ -2,17 +2,16 @@
 
 import argparse
 import sys
-from pathlib import Path
 
-from castiron.runtime.errors import EXIT_USAGE, InputError
-from castiron.server.command_line import (
+from castiron.runtime.command_line import (
     OneLineParser,
     add_engine_options,
-    parse,
     positive_int,
     positive_int_list,
     run_command,
 )
+from castiron.runtime.errors import EXIT_USAGE, InputError
+from castiron.runtime.output_file import check_output_file, output_file
 
 _DEFAULT_BATCHES = (1, 8, 16)
 _LATER = ("serving", "tune", "check")
@@ -44,23 +43,30 @@ def _parser() -> argparse.ArgumentParser:
         "startup", help="process start to first token, peak memory", allow_abbrev=False
     )
     startup.add_argument("engine", metavar="ENGINE")
-    startup.add_argument(
-        "--prompt-len", type=positive_int, default=16, metavar="N", help="tokens (default 16)"
+    prompt = startup.add_mutually_exclusive_group()
+    prompt.add_argument(
+        "--prompt-len", type=positive_int, default=16, metavar="N", help="start from N token ids (default 16)"
+    )
+    prompt.add_argument(
+        "--prompt", metavar="TEXT", help="start from text, in the chat template if there is one"
     )
 
     for command in (offline, startup):
         command.add_argument("--repeats", type=positive_int, default=5, metavar="N", help="default 5")
-        command.add_argument("--json", metavar="FILE", help="write a snapshot of the measurement")
+        command.add_argument(
+            "--json", type=output_file, metavar="FILE", help="write a snapshot of the measurement"
+        )
         add_engine_options(command)
     return parser
 
 
-def _run(args: argparse.Namespace) -> int:
-    _check_target(args)
-    return _run_offline(args) if args.command == "offline" else _run_startup(args)
+def _run(args: argparse.Namespace, argv: list[str]) -> int:
+    if args.json is not None:  # told now rather than after minutes of measuring
+        check_output_file(args.json, ".json", args.engine)
+    return _run_offline(args, argv) if args.command == "offline" else _run_startup(args, argv)
 
 
-def _run_offline(args: argparse.Namespace) -> int:
+def _run_offline(args: argparse.Namespace, argv: list[str]) -> int:
     from castiron.perf.offline import OfflineCase, measure_offline, offline_table
     from castiron.runtime.llm_engine import LLMEngine
     from castiron.server.engine_arguments import engine_options
@@ -72,17 +78,19 @@ def _run_offline(args: argparse.Namespace) -> int:
         case = OfflineCase(batches, args.prompt_len, args.output_len, args.repeats, args.seed)
         metrics = measure_offline(engine, case)
     print(offline_table(metrics))
-    _write(args, metrics)
+    _write(args, argv, metrics)
     return 0
 
 
-def _run_startup(args: argparse.Namespace) -> int:
+def _run_startup(args: argparse.Namespace, argv: list[str]) -> int:
     from castiron.perf.startup import measure_startup, startup_table
     from castiron.runtime.engine_file import EngineFile
 
-    with EngineFile.open(args.engine) as engine:
-        vocab_size = engine.manifest.model.vocab_size
-    prompt_ids = [(7 * index + 5) % vocab_size for index in range(args.prompt_len)]
+    prompt: str | list[int] = args.prompt
+    if args.prompt is None:
+        with EngineFile.open(args.engine) as engine:
+            vocab_size = engine.manifest.model.vocab_size
+        prompt = [(7 * index + 5) % vocab_size for index in range(args.prompt_len)]
     flags = []
     for flag, value in (
         ("--kv-memory", args.kv_memory),
@@ -92,19 +100,13 @@ def _run_startup(args: argparse.Namespace) -> int:
     ):
         if value is not None:
             flags += [flag, str(value)]
-    metrics = measure_startup(args.engine, args.repeats, prompt_ids, flags)
+    metrics = measure_startup(args.engine, args.repeats, prompt, flags)
     print(startup_table(metrics))
-    _write(args, metrics)
+    _write(args, argv, metrics)
     return 0
 
 
-def _check_target(args: argparse.Namespace) -> None:
-    """Raise InputError now rather than after minutes of measuring."""
-    if args.json is not None and not Path(args.json).absolute().parent.is_dir():
-        raise InputError(f"the folder of --json {args.json} does not exist: create it or choose another")
-
-
-def _write(args: argparse.Namespace, metrics: dict[str, object]) -> None:
+def _write(args: argparse.Namespace, argv: list[str], metrics: dict[str, object]) -> None:
     if args.json is None:
         return
     from castiron.perf.snapshot import take_snapshot, write_snapshot
@@ -112,7 +114,7 @@ def _write(args: argparse.Namespace, metrics: dict[str, object]) -> None:
 
     with EngineFile.open(args.engine) as engine:
         manifest = engine.manifest
-    write_snapshot(args.json, take_snapshot(manifest, args.argv, metrics))
+    write_snapshot(args.json, take_snapshot(manifest, argv, metrics))
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -124,11 +126,7 @@ def main(argv: list[str] | None = None) -> int:
             file=sys.stderr,
         )
         return EXIT_USAGE
-    args = parse(_parser(), argv)
-    if isinstance(args, int):
-        return args
-    args.argv = argv
-    return run_command("bench-engine", _run, args)
+    return run_command(_parser(), argv, lambda args: _run(args, argv))
 
 
 if __name__ == "__main__":

@@ -21,8 +21,10 @@ import msgspec
 import numpy as np
 
 from castiron.perf.snapshot import take_snapshot, write_snapshot
+from castiron.runtime.command_line import OneLineParser, positive_int, run_command
 from castiron.runtime.engine_file import EngineFile
-from castiron.runtime.errors import CastironError, InputError, WorkFailedError
+from castiron.runtime.errors import InputError, WorkFailedError
+from castiron.runtime.output_file import check_output_file, output_file
 
 BATCHES = (1, 8, 16)
 PROMPT_LEN, OUTPUT_LEN, PREFILL_LEN = 32, 64, 512
@@ -98,36 +100,39 @@ def compare(rounds: list[tuple[dict[str, float], dict[str, float]]]) -> dict[str
 def main(argv: list[str] | None = None) -> int:
     """Command line; prints a table and writes a snapshot with --json."""
     argv = sys.argv[1:] if argv is None else argv
-    parser = argparse.ArgumentParser(description="castiron beside llama.cpp, in turn")
+    parser = OneLineParser(prog="compare_llama_cpp", description="castiron beside llama.cpp, in turn")
     parser.add_argument("engine", type=Path)
     parser.add_argument("--gguf", type=Path, required=True)
     parser.add_argument("--llama-cpp", type=Path, required=True, metavar="BIN_FOLDER")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args(argv)
+    parser.add_argument("--rounds", type=positive_int, default=5)
+    parser.add_argument("--threads", type=positive_int, default=2)
+    parser.add_argument("--json", type=output_file)
+    return run_command(parser, argv, lambda arguments: _compare(arguments, argv))
+
+
+def _compare(arguments: argparse.Namespace, argv: list[str]) -> int:
+    if arguments.json is not None:
+        check_output_file(arguments.json, ".json", arguments.engine)
     rounds = []
-    try:
-        for index in range(arguments.rounds):
-            ours = measure_castiron(arguments.engine, arguments.threads)
-            theirs = measure_llama_cpp(arguments.llama_cpp, arguments.gguf, arguments.threads)
-            rounds.append((ours, theirs))
-            print(f"round {index + 1}/{arguments.rounds}", file=sys.stderr)
-        table = compare(rounds)
-        for name, row in table.items():
-            print(
-                f"{name:>12}  castiron {row['castiron_tok_s']:8.1f}  llama.cpp {row['llama_cpp_tok_s']:8.1f}  "
-                f"ratio {row['ratio']:.2f} [{row['ratio_low']:.2f}..{row['ratio_high']:.2f}]"
-            )
-        if arguments.json:
-            with EngineFile.open(arguments.engine) as engine:
-                snapshot = take_snapshot(engine.manifest, argv, {"side_by_side": table})
-            command = "python -m castiron.perf.compare_llama_cpp"
-            command += f" ENGINE --gguf GGUF --llama-cpp BIN --rounds {arguments.rounds} --threads {arguments.threads}"
-            write_snapshot(arguments.json, msgspec.structs.replace(snapshot, command=command))
-    except CastironError as error:
-        print(f"compare_llama_cpp: {error}", file=sys.stderr)
-        return error.exit_code
+    for index in range(arguments.rounds):
+        ours = measure_castiron(arguments.engine, arguments.threads)
+        theirs = measure_llama_cpp(arguments.llama_cpp, arguments.gguf, arguments.threads)
+        rounds.append((ours, theirs))
+        print(f"round {index + 1}/{arguments.rounds}", file=sys.stderr)
+    table = compare(rounds)
+    for name, row in table.items():
+        print(
+            f"{name:>12}  castiron {row['castiron_tok_s']:8.1f}  llama.cpp {row['llama_cpp_tok_s']:8.1f}  "
+            f"ratio {row['ratio']:.2f} [{row['ratio_low']:.2f}..{row['ratio_high']:.2f}]"
+        )
+    if arguments.json is not None:
+        with EngineFile.open(arguments.engine) as engine:
+            snapshot = take_snapshot(engine.manifest, argv, {"side_by_side": table})
+        command = "python -m castiron.perf.compare_llama_cpp"
+        command += (
+            f" ENGINE --gguf GGUF --llama-cpp BIN --rounds {arguments.rounds} --threads {arguments.threads}"
+        )
+        write_snapshot(arguments.json, msgspec.structs.replace(snapshot, command=command))
     return 0
 
 

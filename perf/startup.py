@@ -1,10 +1,8 @@
 """bench-engine startup: run-engine started again and again, from process start to its first token."""
 
 import json
-import os
 import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,41 +18,25 @@ class Start:
     """One run of run-engine."""
 
     timings: dict[str, float]  # as run-engine --json gives them
-    peak_rss_bytes: int
+    peak_rss_bytes: int  # of all its processes; as it tells itself, since ru_maxrss may be its parent's
+    num_prompt_tokens: int
 
 
-def start_once(engine: str, prompt_ids: Sequence[int], engine_flags: Sequence[str]) -> Start:
-    """Run `run-engine ENGINE --prompt-ids … --json` once.
+def start_once(engine: str, prompt: str | Sequence[int], engine_flags: Sequence[str]) -> Start:
+    """Run `run-engine ENGINE --json` once, with --prompt for a text and --prompt-ids for token ids.
 
     Raises what the command's exit code says: InputError (2), CastironError (3), else WorkFailedError.
     """
-    command = [
-        sys.executable,
-        "-m",
-        "castiron.server.cli",
-        engine,
-        "--prompt-ids",
-        ",".join(map(str, prompt_ids)),
-    ]
+    asked = f"--prompt={prompt}" if isinstance(prompt, str) else f"--prompt-ids={','.join(map(str, prompt))}"
+    command = [sys.executable, "-m", "castiron.server.cli", engine, asked]
     command += ["--max-tokens", "1", "--temperature", "0", "--json", *engine_flags]
-    with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
-        process = subprocess.Popen(command, stdout=stdout, stderr=stderr, stdin=subprocess.DEVNULL)
-        try:
-            _, status, usage = os.wait4(process.pid, 0)  # the child's own peak, not that of all children
-        except BaseException:
-            process.kill()
-            process.wait()
-            raise
-        process.returncode = os.waitstatus_to_exitcode(status)
-        if process.returncode != 0:
-            stderr.seek(0)
-            lines = stderr.read().decode(errors="replace").strip().splitlines()
-            raise _failure(process.returncode, lines[-1] if lines else "no message")
-        stdout.seek(0)
-        answer = json.loads(stdout.read())
-    scale = 1 if sys.platform == "darwin" else 1024  # ru_maxrss is in KiB but for macOS
+    done = subprocess.run(command, capture_output=True, stdin=subprocess.DEVNULL)
+    if done.returncode != 0:
+        lines = done.stderr.decode(errors="replace").strip().splitlines()
+        raise _failure(done.returncode, lines[-1] if lines else "no message")
+    answer = json.loads(done.stdout)
     timings = {name: value for name, value in answer["timings"].items() if value is not None}
-    return Start(timings, usage.ru_maxrss * scale)
+    return Start(timings, answer["peak_rss_bytes"], len(answer["prompt_token_ids"]))
 
 
 def _failure(exit_code: int, line: str) -> CastironError:
@@ -68,21 +50,21 @@ def _failure(exit_code: int, line: str) -> CastironError:
 
 
 def measure_startup(
-    engine: str, repeats: int, prompt_ids: Sequence[int], engine_flags: Sequence[str] = ()
+    engine: str, repeats: int, prompt: str | Sequence[int], engine_flags: Sequence[str] = ()
 ) -> dict[str, Any]:
     """{"startup_s": {"start_to_first_token": {"p50", "p99"}, "import": …}, "ttft_ms": …, "memory_bytes": …}.
 
     One start before the measured ones warms the page cache. memory_bytes is the largest peak RSS seen.
     """
-    start_once(engine, prompt_ids, engine_flags)
-    starts = [start_once(engine, prompt_ids, engine_flags) for _ in range(repeats)]
+    num_tokens = start_once(engine, prompt, engine_flags).num_prompt_tokens
+    starts = [start_once(engine, prompt, engine_flags) for _ in range(repeats)]
     startup_s = {
         name.removesuffix("_s"): summarize([start.timings[name] for start in starts])
         for name in ("start_to_first_token_s", *PHASES)
     }
     return {
         "startup_s": startup_s,
-        "ttft_ms": {f"p{len(prompt_ids)}": summarize([start.timings["ttft_ms"] for start in starts])},
+        "ttft_ms": {f"p{num_tokens}": summarize([start.timings["ttft_ms"] for start in starts])},
         "memory_bytes": max(start.peak_rss_bytes for start in starts),
     }
 

@@ -24,11 +24,11 @@ using KernelFn = void (*)(const void *params, const Context &context);
 
 struct EmbeddingParams {
     const int32_t *token_ids;   // [tokens]; v < 0: last_token[-1 - v]
-    const int32_t *last_token;  // [rows]
+    const int32_t *last_token;  // [max_rows]
     const void *table;          // packed weight [vocab, dim]
     float *y;                   // [tokens, dim]
     int64_t y_stride;
-    int32_t count, vocab, dim, pad;
+    int32_t count, vocab, dim, max_rows;
 };
 struct RmsNormParams {
     const float *x, *weight;  // [rows, dim], [dim]

@@ -4,7 +4,7 @@ A parameter is "name:type:binding", in the order of the struct in abi.h. Types: 
 l (int64), i (int32), f (float32). Bindings:
     inN.ptr / outN.ptr      address of the node's N-th input / output (inN.ptr? = 0 when absent)
     inN.stride0             elements between rows (dim 0) of its view
-    inN.dimD                size of dim D, a known integer
+    inN.dimD                size of dim D, a known integer or max_rows
     inN.count               which live count (Count in abi.h) dim 0 is
     attr.NAME               the node's attribute
     zero                    padding
@@ -187,7 +187,8 @@ def _per_scheme() -> list[KernelSpec]:
                 "embedding",
                 _parameters(
                     "token_ids:p:in0.ptr last_token:p:in1.ptr table:p:in2.ptr y:p:out0.ptr "
-                    "y_stride:l:out0.stride0 count:i:in0.count vocab:i:in2.dim0 dim:i:in2.dim1 pad:i:zero"
+                    "y_stride:l:out0.stride0 count:i:in0.count vocab:i:in2.dim0 dim:i:in2.dim1 "
+                    "max_rows:i:in1.dim0"
                 ),
                 "EmbeddingParams",
                 scheme=scheme,

@@ -19,26 +19,39 @@ def validate_request(request: AddRequest, info: EngineInfo) -> None:
         raise RequestError("the prompt is empty, expected at least one token", "prompt")
     sampling.validate()
     # lengths before contents: an oversized prompt is refused without looking at its tokens
-    if num_prompt_tokens + sampling.max_tokens > info.max_seq_len:
+    left = tokens_left(num_prompt_tokens, info.max_seq_len)
+    if sampling.max_tokens > left:
         raise RequestError(
-            f"the prompt has {num_prompt_tokens} tokens and max_tokens is {sampling.max_tokens}, together "
-            f"{num_prompt_tokens + sampling.max_tokens}; this engine allows {info.max_seq_len}: shorten the "
-            f"prompt or lower max_tokens",
-            "prompt" if num_prompt_tokens >= info.max_seq_len else "max_tokens",
+            f"`max_tokens` is {sampling.max_tokens} and the prompt has {num_prompt_tokens} tokens, together "
+            f"{num_prompt_tokens + sampling.max_tokens}; a sequence may have {info.max_seq_len}: lower "
+            f"`max_tokens` to {left} or shorten the prompt",
+            "max_tokens",
         )
     _check_token_ids(request.prompt_token_ids, info.vocab_size, "prompt")
     if sampling.stop_token_ids:
         _check_token_ids(sampling.stop_token_ids, info.vocab_size, "stop_token_ids")
     if sampling.min_tokens > 0:
         raise RequestError(
-            f"min_tokens is {sampling.min_tokens}, this engine has no logit bias to keep it: leave it at 0",
+            f"`min_tokens` is {sampling.min_tokens}, this engine has no logit bias to keep it: leave it at 0",
             "min_tokens",
         )
     if sampling.temperature > 0 and RANDOM not in info.sample_variants:
         raise RequestError(
-            f"temperature is {sampling.temperature}, this engine samples greedily only: set it to 0",
+            f"`temperature` is {sampling.temperature}, this engine samples greedily only: set it to 0",
             "temperature",
         )
+
+
+def tokens_left(num_prompt_tokens: int, max_seq_len: int, param: str = "prompt") -> int:
+    """How many new tokens fit behind the prompt. Raises RequestError (the counts, `param`) if none does."""
+    if num_prompt_tokens >= max_seq_len:
+        shorten = f"shorten the prompt to {max_seq_len - 1} tokens or " if max_seq_len > 1 else ""
+        raise RequestError(
+            f"the prompt has {num_prompt_tokens} tokens, a sequence may have {max_seq_len} with at least 1 new "
+            f"one: {shorten}load the engine with a higher `max_seq_len` or `kv_memory_bytes`",
+            param,
+        )
+    return max_seq_len - num_prompt_tokens
 
 
 def _check_token_ids(token_ids: tuple[int, ...], vocab_size: int, param: str) -> None:

@@ -12,18 +12,20 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
-import numpy as np
 
 from castiron.runtime.errors import EngineFormatError, EngineTargetError, InputError
 from castiron.runtime.manifest import FORMAT_MAJOR, FORMAT_MINOR, STEP_ABI_VERSION, Manifest
 from castiron.runtime.manifest_check import check_manifest
-from castiron.runtime.plan_check import check_plan
-from castiron.runtime.plan_format import RECORD_DTYPE, RELOCATION_DTYPE, PlanArrays, PlanHeader
 from castiron.runtime.zip_format import MANIFEST_MEMBER
 from castiron.runtime.zip_reader import ZipReader
+
+if TYPE_CHECKING:  # imported by `plan`: who reads only the tokenizer starts without NumPy
+    import numpy as np
+
+    from castiron.runtime.plan_format import PlanArrays, PlanHeader
 
 MAX_MANIFEST_BYTES = 16 << 20
 MAX_SMALL_MEMBER_BYTES = 1 << 30  # of members read whole: plan, tokenizer, graph, report, golden values
@@ -141,10 +143,15 @@ class EngineFile:
                 )
             done += num_read
 
-    def plan(self) -> tuple[PlanHeader, PlanArrays]:
+    def plan(self) -> "tuple[PlanHeader, PlanArrays]":
         """The launch plans, hash-checked and with every reference bounds-checked; arrays are read-only."""
         if self._plan is not None:
             return self._plan
+        import numpy as np
+
+        from castiron.runtime.plan_check import check_plan
+        from castiron.runtime.plan_format import RECORD_DTYPE, RELOCATION_DTYPE, PlanArrays, PlanHeader
+
         label = f"{self.path}: plan.header"
         header = _decode(self.member("plan.header"), msgspec.msgpack.decode, PlanHeader, label)
         arrays = PlanArrays(
@@ -182,7 +189,9 @@ class EngineFile:
                 progress(member.name, matches)
         return bad
 
-    def _array(self, name: str, dtype: np.dtype[Any]) -> np.ndarray:
+    def _array(self, name: str, dtype: "np.dtype[Any]") -> "np.ndarray":
+        import numpy as np
+
         data = self.member(name)
         if len(data) % dtype.itemsize:
             raise EngineFormatError(

@@ -28,6 +28,7 @@ import numpy as np
 
 from castiron.runtime.errors import InputError, WorkFailedError
 from castiron.runtime.manifest import Manifest, Member
+from castiron.runtime.output_file import check_output_file
 from castiron.runtime.zip_format import (
     CENTRAL,
     COMMENT_PREFIX,
@@ -88,11 +89,8 @@ class EngineFileWriter:
         self._sha256 = hashlib.sha256()
 
     def __enter__(self) -> "EngineFileWriter":
+        check_output_file(self.path, ".engine")
         folder = self.path.parent
-        if not folder.is_dir():
-            raise InputError(f"output folder {folder} does not exist: create it first")
-        if self.path.is_dir():
-            raise InputError(f"output {self.path} is a folder, expected a file name ending in .engine")
         free = shutil.disk_usage(folder).free
         if self._expected_bytes > free:
             raise WorkFailedError(self._disk_full(self._expected_bytes, free))

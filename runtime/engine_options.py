@@ -40,7 +40,7 @@ def resolve_limits(options: EngineOptions, profile: Profile) -> ServingLimits:
     for name in ("kv_memory_bytes", "num_threads"):
         value = getattr(options, name)
         if value is not None and value < 1:
-            raise InputError(f"{name} is {value}, expected a positive integer")
+            raise InputError(f"`{name}` is {value}, expected a positive integer")
     limits = ServingLimits(
         max_seqs=_lowered(options.max_seqs, "max_seqs", profile.max_seqs),
         max_seq_len=_lowered(options.max_seq_len, "max_seq_len", profile.max_seq_len),
@@ -50,8 +50,8 @@ def resolve_limits(options: EngineOptions, profile: Profile) -> ServingLimits:
     )
     if limits.max_batched_tokens < limits.max_seqs:
         raise InputError(
-            f"max_batched_tokens {limits.max_batched_tokens} is below max_seqs {limits.max_seqs}: a step "
-            f"must hold one token of every sequence, lower max_seqs too"
+            f"`max_batched_tokens` {limits.max_batched_tokens} is below `max_seqs` {limits.max_seqs}: a step "
+            f"must hold one token of every sequence, lower `max_seqs` too"
         )
     return limits
 
@@ -60,9 +60,9 @@ def _lowered(value: int | None, name: str, built: int) -> int:
     if value is None:
         return built
     if value < 1:
-        raise InputError(f"{name} is {value}, expected a positive integer")
+        raise InputError(f"`{name}` is {value}, expected a positive integer")
     if value > built:
         raise InputError(
-            f"{name} is {value}, the engine was built for {built}: lower it or rebuild the engine"
+            f"`{name}` is {value}, the engine was built for {built}: lower it or rebuild the engine"
         )
     return value

@@ -1,4 +1,8 @@
-"""Errors a user can act on. Each message is one line: what was got, what was expected, what to do."""
+"""Errors a user can act on. Each message is one line: what was got, what was expected, what to do.
+
+A setting the user may have made (a field of EngineOptions or SamplingParams) stands in backquotes by its Python
+name; commands show the flag instead (command_line.with_flags).
+"""
 
 EXIT_FAILED = 1  # a check or the work itself failed (disk full, device lost)
 EXIT_USAGE = 2  # usage or input

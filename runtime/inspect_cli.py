@@ -7,11 +7,13 @@ from typing import Any
 
 import msgspec
 
-from castiron.runtime.command_line import OneLineParser, run_command
+from castiron.runtime.command_line import OneLineParser, run_command, with_flags
 from castiron.runtime.diff_engines import Difference, diff_engines
 from castiron.runtime.engine_file import EngineFile
 from castiron.runtime.engine_summary import kernel_choices, summarize
-from castiron.runtime.errors import EXIT_FAILED, InputError, WorkFailedError
+from castiron.runtime.errors import EXIT_FAILED, CastironError, WorkFailedError
+from castiron.runtime.output_file import check_output_file, output_file
+from castiron.runtime.printable import one_line
 from castiron.runtime.summary_text import difference_lines, summary_lines, tactic_lines
 
 GRAPH_MEMBER = "graph.onnx"
@@ -27,7 +29,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("engine", metavar="ENGINE", help="engine file made by build-engine")
     parser.add_argument("--json", action="store_true", help="print one JSON object with everything")
     what = parser.add_mutually_exclusive_group()
-    what.add_argument("--graph", metavar="OUT.onnx", help="write the ONNX graph to this file")
+    what.add_argument(
+        "--graph", type=output_file, metavar="OUT.onnx", help="write the ONNX graph to this file"
+    )
     what.add_argument(
         "--diff", metavar="OTHER", help="show what differs from this engine; exit 1 if anything does"
     )
@@ -38,9 +42,18 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _inspect(args: argparse.Namespace) -> int:
+    try:
+        return _show(args)
+    except CastironError as error:
+        if args.json:  # beside the line on stderr
+            _print({"error": one_line(with_flags(str(error)))})
+        raise
+
+
+def _show(args: argparse.Namespace) -> int:
     with EngineFile.open(args.engine) as engine_file:
         if args.graph is not None:
-            return _write_graph(engine_file, Path(args.graph), args.json)
+            return _write_graph(engine_file, args.graph, args.json)
         if args.diff is not None:
             with EngineFile.open(args.diff) as other:
                 return _show_differences(diff_engines(engine_file, other), args.json)
@@ -64,12 +77,7 @@ def _show_differences(differences: list[Difference], as_json: bool) -> int:
 def _write_graph(engine_file: EngineFile, out: Path, as_json: bool) -> int:
     """Extract the graph, whole or not at all."""
     data = engine_file.member(GRAPH_MEMBER)
-    if not out.parent.is_dir():
-        raise InputError(f"output folder {out.parent} does not exist: create it first")
-    if out.is_dir():
-        raise InputError(f"output {out} is a folder, expected a file name ending in .onnx")
-    if out.exists() and out.samefile(engine_file.path):
-        raise InputError(f"output {out} is the engine itself, expected another file name")
+    check_output_file(out, ".onnx", engine_file.path)
     temporary = out.with_name(f".{out.name}.partial")
     try:
         temporary.write_bytes(data)

@@ -153,7 +153,7 @@ _SAMPLED: dict[str, Extent] = {
 
 BOUNDS: dict[str, KernelBounds] = {
     "embedding": _bounds(
-        "token_ids:p last_token:p table:p y:p y_stride:l count:i vocab:i dim:i pad:i",
+        "token_ids:p last_token:p table:p y:p y_stride:l count:i vocab:i dim:i max_rows:i",
         token_ids=_dense(I32, "num_rows"),
         last_token=_dense(I32, "max_rows"),
         table=_packed("vocab", "dim"),

@@ -35,14 +35,14 @@ def choose_num_blocks(
         budget = kv_memory_bytes
         if free_bytes is not None and budget > free_bytes:
             raise EngineTargetError(
-                f"kv_memory_bytes asks for {budget // _MIB} MiB, {max(0, free_bytes) // _MIB} MiB are free "
+                f"`kv_memory_bytes` asks for {budget // _MIB} MiB, {max(0, free_bytes) // _MIB} MiB are free "
                 f"after the weights: lower it"
             )
     num_blocks = {name: usable[name] * budget // usable_bytes for name in usable}
     if min(num_blocks.values()) < 1:
         least = max(-(-usable_bytes // usable[name]) for name in usable)
         raise InputError(
-            f"the KV cache may take {budget} bytes, one block needs {least}: raise kv_memory_bytes or free "
-            f"memory"
+            f"the KV cache may take {budget} bytes, one block needs {least}: raise `kv_memory_bytes` or "
+            f"free memory"
         )
     return num_blocks

@@ -38,7 +38,7 @@ def check_memory(manifest: Manifest, header: PlanHeader, num_blocks: dict[str, i
     if available is not None and needed > available:
         raise EngineTargetError(
             f"the engine needs {needed} bytes of memory, {available} are available: free some, "
-            "lower --kv-memory or use a smaller engine"
+            "lower `kv_memory_bytes` or use a smaller engine"
         )
 
 

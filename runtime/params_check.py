@@ -143,7 +143,7 @@ class _KernelCheck:
         for name in limits:
             values[name] = np.array([self._fields.capacities[plan][name] for plan in self._plans], np.int64)
         values["num_rows"] = np.choose(count, [values[name] for name in limits])
-        values["max_rows"] = np.full(len(self._records), self._header.max_rows, np.int64)
+        values.setdefault("max_rows", np.full(len(self._records), self._header.max_rows, np.int64))
         block_size, block_bytes = WEIGHT_BLOCKS.get(self._variant, (1, 0))
         values["weight_block_size"] = np.full(len(self._records), block_size, np.int64)
         values["weight_block_bytes"] = np.full(len(self._records), block_bytes, np.int64)

@@ -40,7 +40,7 @@ class RowTable:
         sampling: SamplingParams = sequence.sampling
         self.prompt_lens[row] = len(sequence.prompt_token_ids)
         self.temperature[row] = sampling.temperature
-        self.top_k[row] = sampling.top_k
+        self.top_k[row] = max(0, sampling.top_k)  # -1 = off, too
         self.top_p[row] = sampling.top_p
         self.min_p[row] = sampling.min_p
         self.seed[row] = sequence.seed

@@ -15,7 +15,7 @@ class Sequence:
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
     order: tuple[int, int]  # (priority, arrival): lower runs first and is preempted last
-    seed: int
+    seed: int  # 0 .. 2^64 - 1
     stop_token_ids: frozenset[int]  # EOS included unless it is ignored
     num_tokens: int  # prompt and output
     output_token_ids: list[int] = field(default_factory=list)
@@ -27,13 +27,14 @@ class Sequence:
     def from_request(cls, request: AddRequest, arrival: int, eos_token_ids: tuple[int, ...]) -> "Sequence":
         """Admit a validated request; without a seed one is drawn."""
         sampling = request.sampling
+        seed = int.from_bytes(os.urandom(8), "little") if sampling.seed is None else sampling.seed
         eos = () if sampling.ignore_eos else eos_token_ids
         return cls(
             request_id=request.request_id,
             prompt_token_ids=request.prompt_token_ids,
             sampling=sampling,
             order=(request.priority, arrival),
-            seed=int.from_bytes(os.urandom(8), "little") if sampling.seed is None else sampling.seed,
+            seed=seed & 0xFFFF_FFFF_FFFF_FFFF,
             stop_token_ids=frozenset(eos) | frozenset(sampling.stop_token_ids),
             num_tokens=len(request.prompt_token_ids),
         )

@@ -20,6 +20,7 @@ class Check:
     name: str
     passed: bool
     detail: str
+    skipped: bool = False  # not done, which is no pass either
     values: dict[str, float] = field(default_factory=dict)
 
 
@@ -28,7 +29,8 @@ def verify_engine(
 ) -> list[Check]:
     """All checks, each also given to `report` as it is done.
 
-    A damaged member ends it before the engine is run. Raises EngineTargetError if the engine can't run here.
+    An engine with a damaged member isn't run: its golden checks are reported as
+    skipped. Raises EngineTargetError if the engine can't run here.
     """
     checks: list[Check] = []
 
@@ -45,7 +47,10 @@ def verify_engine(
             )
         )
 
-    if engine_file.verify_hashes(add_hash):
+    damaged = engine_file.verify_hashes(add_hash)
+    if damaged:
+        detail = f"skipped, an engine with a damaged member is not run ({', '.join(damaged)})"
+        add(Check("golden", False, detail, skipped=True))
         return checks
     if not engine_file.has(GOLDEN_MEMBER):
         add(Check("golden", True, "the engine holds no golden values (report.json says why): hashes only"))
@@ -84,4 +89,5 @@ def _golden_check(name: str, cases: list[tuple[GoldenCase, np.ndarray]], compute
     measured = ", ".join(f"{c.measure} {c.value:.3g} (limit {c.limit:.3g})" for c in comparisons)
     values = {c.measure: c.value for c in comparisons}
     passed = all(c.passed for c in comparisons)
-    return Check(name, passed, f"{len(cases)} cases, {num_rows} rows, {compute} compute: {measured}", values)
+    detail = f"{len(cases)} cases, {num_rows} rows, {compute} compute: {measured}"
+    return Check(name, passed, detail, values=values)

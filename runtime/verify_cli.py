@@ -5,9 +5,10 @@ import sys
 
 import msgspec
 
-from castiron.runtime.command_line import OneLineParser, run_command
+from castiron.runtime.command_line import OneLineParser, positive_int, run_command, with_flags
 from castiron.runtime.engine_file import EngineFile
-from castiron.runtime.errors import EXIT_FAILED
+from castiron.runtime.errors import EXIT_FAILED, CastironError
+from castiron.runtime.printable import one_line
 from castiron.runtime.verify import Check, verify_engine
 
 
@@ -20,25 +21,46 @@ def _parser() -> argparse.ArgumentParser:
     parser = OneLineParser(prog="verify-engine", description=__doc__, allow_abbrev=False)
     parser.add_argument("engine", metavar="ENGINE", help="engine file made by build-engine")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of lines")
-    parser.add_argument("--threads", type=int, metavar="N", help="compute threads (default: all cores)")
+    parser.add_argument(
+        "--threads", type=positive_int, metavar="N", help="compute threads (default: all cores)"
+    )
     return parser
 
 
 def _verify(args: argparse.Namespace) -> int:
-    def report(check: Check) -> None:
-        if not args.json:
-            print(f"{'ok  ' if check.passed else 'FAIL'}  {check.name}: {check.detail}", flush=True)
+    checks: list[Check] = []
 
-    with EngineFile.open(args.engine) as engine_file:
-        checks = verify_engine(engine_file, args.threads, report)
-        failed = [check.name for check in checks if not check.passed]
-        summary = f"{engine_file.path}: {len(checks) - len(failed)} of {len(checks)} checks passed"
-        if args.json:
-            result = {"engine": str(engine_file.path), "passed": not failed, "checks": checks}
-            print(msgspec.json.encode(result).decode())
-        else:
-            print(f"{summary}, failed: {', '.join(failed)}" if failed else summary)
-    return EXIT_FAILED if failed else 0
+    def report(check: Check) -> None:
+        checks.append(check)
+        if not args.json:
+            mark = "ok" if check.passed else "skip" if check.skipped else "FAIL"
+            print(f"{mark:4}  {check.name}: {check.detail}", flush=True)
+
+    error: CastironError | None = None
+    try:
+        with EngineFile.open(args.engine) as engine_file:
+            verify_engine(engine_file, args.threads, report)
+    except CastironError as raised:
+        error = raised
+    num_passed = sum(check.passed for check in checks)
+    has_passed = error is None and num_passed == len(checks)
+    if args.json:
+        result = {"engine": one_line(args.engine), "passed": has_passed, "checks": checks}
+        if error is not None:
+            result["error"] = one_line(with_flags(str(error)))
+        print(msgspec.json.encode(result).decode())
+    if error is not None:
+        raise error  # its line goes to stderr
+    if not args.json:
+        failed = [check.name for check in checks if not check.passed and not check.skipped]
+        skipped = [check.name for check in checks if check.skipped]
+        summary = f"{args.engine}: {num_passed} of {len(checks)} checks passed"
+        print(
+            summary
+            + (f", failed: {', '.join(failed)}" if failed else "")
+            + (f", skipped: {', '.join(skipped)}" if skipped else "")
+        )
+    return 0 if has_passed else EXIT_FAILED
 
 
 if __name__ == "__main__":

@@ -10,10 +10,10 @@ from pathlib import Path
 
 from aiohttp import web
 
+from castiron.runtime.command_line import EXIT_INTERRUPTED
 from castiron.runtime.engine_client import EngineClient
 from castiron.runtime.errors import InputError
 from castiron.server.chat_completions import handle_chat_completions
-from castiron.server.command_line import EXIT_INTERRUPTED
 from castiron.server.completions import handle_completions
 from castiron.server.engine_arguments import engine_options
 from castiron.server.error_responses import ModelNotFoundError, error_middleware, json_response

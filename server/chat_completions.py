@@ -7,14 +7,16 @@ from contextlib import aclosing
 
 from aiohttp import web
 
+from castiron.runtime.admission import tokens_left
 from castiron.runtime.errors import RequestError
 from castiron.runtime.messages import AddRequest
+from castiron.runtime.step_abi import MAX_LOGPROBS
 from castiron.server.error_responses import json_response
 from castiron.server.generated_text import GeneratedText, TextDelta
 from castiron.server.json_types import Json, JsonObject
 from castiron.server.logprob_entries import chat_entries
 from castiron.server.openai_schema import UNSUPPORTED_CHAT, ChatCompletionRequest, check_messages, decode_body
-from castiron.server.sampling_defaults import sampling_params, tokens_left
+from castiron.server.sampling_defaults import sampling_params
 from castiron.server.served_model import Choice, ServedModel, choice_deltas
 from castiron.server.stop_strings import checked_stop_strings
 from castiron.server.streaming import stream_chunks
@@ -27,7 +29,13 @@ async def handle_chat_completions(request: web.Request, model: ServedModel) -> w
     body.check_shared(model.name)
     messages = check_messages(body.messages)
     prompt_ids = await asyncio.to_thread(model.front.prompter.encode, messages)
-    choices = _choices(body, tuple(prompt_ids), model)
+    try:
+        choices = _choices(body, tuple(prompt_ids), model)
+    except RequestError as error:
+        if error.param != "max_tokens" or body.max_completion_tokens is None:
+            raise
+        message = str(error).replace("`max_tokens`", "`max_completion_tokens`")
+        raise RequestError(message, "max_completion_tokens") from error
     head: JsonObject = {
         "id": model.new_id("chatcmpl"),
         "object": "chat.completion.chunk" if body.stream else "chat.completion",
@@ -61,15 +69,15 @@ def _choices(body: ChatCompletionRequest, prompt_ids: tuple[int, ...], model: Se
     elif body.max_tokens is not None and body.max_tokens != wanted:
         raise RequestError(
             f"max_tokens is {body.max_tokens} and max_completion_tokens {wanted}: give only the latter",
-            "max_tokens",
+            "max_completion_tokens",
         )
-    max_tokens = tokens_left(len(prompt_ids), info.max_seq_len, wanted, "messages")
+    left = tokens_left(len(prompt_ids), info.max_seq_len, "messages")
     stop_strings = checked_stop_strings(body.stop)
     choices = []
     for number in range(body.num_choices):
         sampling = sampling_params(
             info.generation_defaults,
-            max_tokens=max_tokens,
+            max_tokens=left if wanted is None else wanted,
             temperature=body.temperature,
             top_k=body.top_k,
             top_p=body.top_p,
@@ -87,7 +95,12 @@ def _choices(body: ChatCompletionRequest, prompt_ids: tuple[int, ...], model: Se
 
 def _num_logprobs(body: ChatCompletionRequest) -> int | None:
     if body.logprobs:
-        return body.top_logprobs or 0
+        num_logprobs = body.top_logprobs or 0
+        if not 0 <= num_logprobs <= MAX_LOGPROBS:
+            raise RequestError(
+                f"`top_logprobs` is {num_logprobs}, expected 0 to {MAX_LOGPROBS}", "top_logprobs"
+            )
+        return num_logprobs
     if body.top_logprobs:
         raise RequestError("top_logprobs needs logprobs true", "top_logprobs")
     return None

@@ -1,17 +1,17 @@
 """run-engine: serve an engine over HTTP, answer one prompt, or chat in the terminal."""
 
 import argparse
+import os
 import sys
 
-from castiron.runtime.errors import InputError
-from castiron.server.command_line import (
+from castiron.runtime.command_line import (
     OneLineParser,
     add_engine_options,
-    parse,
     positive_int,
     run_command,
     token_id_list,
 )
+from castiron.runtime.errors import InputError
 
 _SERVING_FLAGS = ("host", "port", "served_model_name")
 _SAMPLING_FLAGS = ("max_tokens", "temperature", "top_p", "top_k", "seed")
@@ -41,7 +41,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     sampling.add_argument("--temperature", type=float, metavar="T", help="0 = greedy")
     sampling.add_argument("--top-p", type=float, metavar="P", help="1 = off")
-    sampling.add_argument("--top-k", type=int, metavar="K", help="0 = off")
+    sampling.add_argument("--top-k", type=int, metavar="K", help="0 or -1 = off")
     sampling.add_argument("--seed", type=int, metavar="N", help="same seed, same answer")
     sampling.add_argument(
         "--logprobs", type=int, metavar="N", help="with --json: top N log probabilities a token"
@@ -79,6 +79,8 @@ def _check_combination(args: argparse.Namespace) -> None:
 
 def _run(args: argparse.Namespace) -> int:
     _check_combination(args)
+    # NumPy's BLAS is never called here: its threads would only take time and memory
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     # each mode imports what it needs: starting fast is part of the job
     if args.chat:
         from castiron.server.terminal_chat import chat
@@ -95,8 +97,7 @@ def _run(args: argparse.Namespace) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     """The command; returns its exit code."""
-    args = parse(_parser(), argv)
-    return args if isinstance(args, int) else run_command("run-engine", _run, args)
+    return run_command(_parser(), argv, _run)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from contextlib import aclosing
 
 from aiohttp import web
 
+from castiron.runtime.admission import tokens_left
 from castiron.runtime.errors import RequestError
 from castiron.runtime.messages import AddRequest
 from castiron.server.error_responses import json_response
@@ -62,6 +63,8 @@ def encode_prompts(prompt: Json, tokenizer: Tokenizer, max_seq_len: int) -> list
 
     Raises RequestError for anything else, for empty prompts and for too many.
     """
+    if prompt is None:
+        raise RequestError("prompt is missing, expected text, a list of texts, or token ids", "prompt")
     if isinstance(prompt, list) and prompt and _is_int(prompt[0]):
         prompt = [prompt]
     prompts = prompt if isinstance(prompt, list) else [prompt]
@@ -100,10 +103,11 @@ def _choices(body: CompletionRequest, prompts: list[tuple[int, ...]], model: Ser
     stop_strings = checked_stop_strings(body.stop)
     choices = []
     for prompt_ids in prompts:
+        left = tokens_left(len(prompt_ids), model.client.info.max_seq_len)
         for number in range(body.num_choices):
             sampling = sampling_params(
                 model.client.info.generation_defaults,
-                max_tokens=DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens,
+                max_tokens=min(DEFAULT_MAX_TOKENS, left) if body.max_tokens is None else body.max_tokens,
                 temperature=body.temperature,
                 top_k=body.top_k,
                 top_p=body.top_p,

@@ -9,7 +9,7 @@ from castiron.server.sampling_defaults import sampling_params
 
 
 def engine_options(args: argparse.Namespace, default_max_seqs: int | None = None) -> EngineOptions:
-    """What cli.add_engine_options parsed."""
+    """What command_line.add_engine_options parsed."""
     return EngineOptions(
         kv_memory_bytes=args.kv_memory,
         num_threads=args.threads,

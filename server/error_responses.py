@@ -49,6 +49,15 @@ async def error_middleware(
         return await handler(request)
     except web.HTTPException as error:
         status, body = error_object(error)
+        if isinstance(error, web.HTTPNotFound):
+            paths = ", ".join(f"{methods} {path}" for path, methods in _methods(request.app).items())
+            message = f"there is no {request.method} {request.path[:200]}, expected one of {paths}"
+            body = _body(message, "invalid_request_error", None, "unknown_url")
+        elif isinstance(error, web.HTTPMethodNotAllowed):
+            message = (
+                f"{request.path[:200]} takes {' or '.join(sorted(error.allowed_methods))}, got {error.method}"
+            )
+            body = _body(message, "invalid_request_error", None, "method_not_allowed")
         response = json_response(body, status)
         if "Allow" in error.headers:
             response.headers["Allow"] = error.headers["Allow"]
@@ -58,6 +67,12 @@ async def error_middleware(
         if status == 500:
             _log.exception("%s %s failed", request.method, request.path)
         return json_response(body, status)
+
+
+def _methods(app: web.Application) -> dict[str, str]:
+    """Path -> the method it is for, of all routes."""
+    routes = (route for route in app.router.routes() if route.method != "HEAD" and route.resource)
+    return {route.resource.canonical: route.method for route in routes if route.resource is not None}
 
 
 def engine_failure(message: str | None) -> WorkFailedError:

@@ -5,16 +5,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
+import msgspec
+
+from castiron.runtime.admission import tokens_left
 from castiron.runtime.engine_info import EngineInfo
 from castiron.runtime.engine_options import EngineOptions
 from castiron.runtime.errors import InputError, RequestError
 from castiron.runtime.llm_engine import LLMEngine
 from castiron.runtime.messages import AddRequest, TokenLogprobs
-from castiron.runtime.sampling_params import SamplingParams
+from castiron.runtime.nearest_name import unknown_name
 from castiron.server.generated_text import GeneratedText
 from castiron.server.json_types import JsonObject
+from castiron.server.llm_sampling import SamplingParams
 from castiron.server.sampling_defaults import sampling_params as default_sampling
-from castiron.server.sampling_defaults import tokens_left
 from castiron.server.stop_strings import checked_stop_strings
 from castiron.server.text_front import TextFront
 
@@ -50,9 +53,13 @@ class LLM:
         known = EngineOptions.__struct_fields__
         for name in engine_options:
             if name not in known:
-                raise InputError(f"unknown engine option {name!r}, expected one of {', '.join(known)}")
+                raise InputError(unknown_name("engine option", name, known))
+        try:
+            options = msgspec.convert(engine_options, EngineOptions)
+        except msgspec.ValidationError as error:
+            raise InputError(f"an engine option has the wrong type: {error}") from error
         self._front = TextFront.load(engine)
-        self._engine = LLMEngine.load(engine, EngineOptions(**engine_options))
+        self._engine = LLMEngine.load(engine, options)
         self._num_requests = 0
 
     def __enter__(self) -> "LLM":
@@ -73,23 +80,30 @@ class LLM:
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: SamplingParams | list[SamplingParams] | tuple[SamplingParams, ...] | None = None,
         stop: str | Sequence[str] | None = None,
     ) -> list[Completion]:
         """Continue raw prompts (text, or token ids), all at once, batched by the engine; in the order given.
 
         sampling_params: for all prompts, or one a prompt; None: the model's generation config with 16 new tokens.
-        `stop`: strings that end an answer and aren't part of it. Raises InputError, and RequestError for a
-        prompt that can't be served, before anything runs.
+        `stop`: strings that end an answer as those of sampling_params do. Raises InputError, and RequestError
+        for a prompt that can't be served, before anything runs.
         """
         encoded = [self._encode(prompt) for prompt in _as_list(prompts)]
-        if sampling_params is None or isinstance(sampling_params, SamplingParams):
-            return self._run(encoded, [sampling_params or self._defaults(16)] * len(encoded), stop)
-        if len(sampling_params) != len(encoded):
+        if isinstance(sampling_params, list | tuple):
+            params: list[SamplingParams | None] = list(sampling_params)
+        else:
+            params = [sampling_params] * len(encoded)
+        if len(params) != len(encoded):
             raise InputError(
-                f"{len(sampling_params)} sampling_params for {len(encoded)} prompts, expected one, or one a prompt"
+                f"{len(params)} sampling_params for {len(encoded)} prompts, expected one, or one a prompt"
             )
-        return self._run(encoded, sampling_params, stop)
+        return self._run(
+            [
+                self._request(ids, asked, stop, default_max_tokens=16)
+                for ids, asked in zip(encoded, params, strict=True)
+            ]
+        )
 
     def chat(
         self,
@@ -103,9 +117,11 @@ class LLM:
         """
         if not messages:
             raise RequestError("messages is empty, expected at least one message", "messages")
+        for index, message in enumerate(messages):
+            if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+                raise RequestError(f"messages[{index}] is no {{role, content}} object", "messages")
         prompt_ids = tuple(self._front.prompter.encode(list(messages)))
-        left = tokens_left(len(prompt_ids), self._engine.info.max_seq_len, None, "messages")
-        return self._run([prompt_ids], [sampling_params or self._defaults(left)], stop)[0]
+        return self._run([self._request(prompt_ids, sampling_params, stop, default_max_tokens=None)])[0]
 
     def _encode(self, prompt: Prompt) -> tuple[int, ...]:
         if isinstance(prompt, str):
@@ -114,27 +130,33 @@ class LLM:
             return tuple(self._front.tokenizer.encode_prompt(prompt))
         return tuple(prompt)
 
-    def _defaults(self, max_tokens: int) -> SamplingParams:
-        return default_sampling(self._engine.info.generation_defaults, max_tokens=max_tokens)
-
-    def _run(
+    def _request(
         self,
-        prompts: Sequence[tuple[int, ...]],
-        sampling: Sequence[SamplingParams],
+        prompt_ids: tuple[int, ...],
+        params: SamplingParams | None,
         stop: str | Sequence[str] | None,
-    ) -> list[Completion]:
-        stop_strings = checked_stop_strings(stop)
-        requests = []
-        for prompt_ids, params in zip(prompts, sampling, strict=True):
-            request = AddRequest(f"llm-{self._num_requests}", prompt_ids, params)
-            self._num_requests += 1
-            self._engine.validate(request)
-            requests.append(request)
-        texts = {
-            request.request_id: GeneratedText(self._front.tokenizer, stop_strings) for request in requests
-        }
-        outputs = self._engine.generate(requests)
-        for output in outputs:
+        default_max_tokens: int | None,  # None: all that fit
+    ) -> tuple[AddRequest, GeneratedText]:
+        """A validated request and where its text will go. Raises InputError, RequestError."""
+        if params is None:
+            left = tokens_left(len(prompt_ids), self._engine.info.max_seq_len)
+            max_tokens = left if default_max_tokens is None else min(left, default_max_tokens)
+            sampling = default_sampling(self._engine.info.generation_defaults, max_tokens=max_tokens)
+        elif isinstance(params, SamplingParams):
+            sampling = params.for_engine
+        else:
+            raise InputError(
+                f"sampling_params is a {type(params).__name__}, expected castiron.SamplingParams"
+            )
+        request = AddRequest(f"llm-{self._num_requests}", prompt_ids, sampling)
+        self._num_requests += 1
+        self._engine.validate(request)
+        stop_strings = (*checked_stop_strings(stop), *(params.stop if params is not None else ()))
+        return request, GeneratedText(self._front.tokenizer, stop_strings)
+
+    def _run(self, asked: list[tuple[AddRequest, GeneratedText]]) -> list[Completion]:
+        texts = {request.request_id: generated for request, generated in asked}
+        for output in self._engine.generate([request for request, _ in asked]):
             generated = texts[output.request_id]
             if generated.finish_reason is not None:
                 continue  # ended by a stop string: its abort is reported too
@@ -142,13 +164,13 @@ class LLM:
                 self._engine.abort(output.request_id)
         return [
             Completion(
-                text=texts[request.request_id].text,
-                token_ids=tuple(texts[request.request_id].token_ids),
+                text=generated.text,
+                token_ids=tuple(generated.token_ids),
                 prompt_token_ids=request.prompt_token_ids,
-                finish_reason=str(texts[request.request_id].finish_reason),
-                logprobs=tuple(texts[request.request_id].logprobs),
+                finish_reason=str(generated.finish_reason),
+                logprobs=tuple(generated.logprobs),
             )
-            for request in requests
+            for request, generated in asked
         ]
 
 

@@ -1,88 +1,73 @@
 """run-engine --prompt and --prompt-ids: one answer, engine in this process, first token soon."""
 
 import argparse
+import gc
 import json
 import sys
-import threading
 import time
-from collections.abc import Callable
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from castiron.runtime.errors import EngineFormatError, RequestError
+from castiron.runtime.peak_memory import peak_memory_bytes
 from castiron.server.process_start import process_age_s
 
-if TYPE_CHECKING:  # imported when needed, the heavy ones beside the loading of the weights
+if TYPE_CHECKING:  # imported when needed: the tokenizer's side by the process that has it
     from castiron.runtime.llm_engine import LLMEngine
     from castiron.runtime.messages import TokenLogprobs
-    from castiron.server.text_front import TextFront
+    from castiron.server.answer_text import AnswerText
+    from castiron.server.text_process import TextProcess
 
 DEFAULT_MAX_TOKENS = 256
-
-
-class _Text:
-    """The tokenizer side, loaded in a thread while the engine loads its weights."""
-
-    def __init__(self, load: Callable[[], tuple["TextFront", list[int]]]) -> None:
-        self._result: tuple[TextFront, list[int]] | None = None
-        self._error: BaseException | None = None
-        self._load = load
-        self._thread = threading.Thread(target=self._run, name="tokenizer", daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        try:
-            self._result = self._load()
-        except BaseException as error:  # raised again in the main thread
-            self._error = error
-
-    def get(self) -> tuple["TextFront", list[int]]:
-        """The front and the prompt's ids. Raises what loading or encoding raised."""
-        self._thread.join()
-        if self._error is not None:
-            raise self._error
-        assert self._result is not None
-        return self._result
-
-
-def _load_text(engine_path: str, prompt: str, raw: bool) -> tuple["TextFront", list[int]]:
-    from castiron.server.text_front import TextFront
-
-    front = TextFront.load(engine_path)
-    if raw or not front.has_chat_template:
-        return front, front.tokenizer.encode_prompt(prompt)
-    return front, front.prompter.encode([{"role": "user", "content": prompt}])
 
 
 def answer_once(args: argparse.Namespace) -> int:
     """Answer on stdout, speeds on stderr. Returns 0, or raises CastironError."""
     # what the terminal can't show must not end the answer
     sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
-    text = None
-    if args.prompt is not None:
-        if not args.prompt:
-            raise RequestError("the prompt is empty, expected some text", "prompt")
-        text = _Text(lambda: _load_text(args.engine, args.prompt, args.raw))
-    from castiron.runtime.llm_engine import LLMEngine
-    from castiron.server.engine_arguments import engine_options
+    if args.prompt == "":
+        raise RequestError("the prompt is empty, expected some text", "prompt")
+    gc.disable()  # starting makes many objects that stay: searching them for garbage takes time
+    with ExitStack() as stack:
+        stack.callback(gc.enable)
+        text = None
+        if args.prompt is not None:
+            text = _start_text(stack, args.engine, args.prompt, args.raw)
+        from castiron.runtime.llm_engine import LLMEngine
+        from castiron.server.engine_arguments import engine_options
 
-    import_s = process_age_s()
-    with LLMEngine.load(args.engine, engine_options(args, default_max_seqs=1)) as engine:
+        import_s = process_age_s()
+        engine = stack.enter_context(LLMEngine.load(args.engine, engine_options(args, default_max_seqs=1)))
         for warning in engine.info.warnings:
             print(f"run-engine: {warning}", file=sys.stderr)
-        front, prompt_ids = text.get() if text is not None else (None, list(args.prompt_ids))
-        answer = _generate(engine, args, front, prompt_ids)
+        prompt_ids = text.prompt_ids() if text is not None else list(args.prompt_ids)
+        gc.enable()
+        answer = _generate(engine, args, text, prompt_ids)
+        answer.peak_rss_bytes = peak_memory_bytes() + (text.child_peak_bytes() if text is not None else 0)
     answer.timings = {"import_s": import_s, **engine.timings, **answer.timings}
-    if front is None:
+    if text is None:
         answer.text = _decode_late(args.engine, answer.shown_ids)
     if args.json:
         print(json.dumps(answer.as_json()))
         return 0
-    if front is None:
+    if text is None:
         print(answer.text if answer.text is not None else ",".join(map(str, answer.token_ids)))
     else:
         print()
     print(answer.speeds(), file=sys.stderr)
     return 0
+
+
+def _start_text(stack: ExitStack, engine_path: str, prompt: str, raw: bool) -> "AnswerText | TextProcess":
+    """The text side: loading in a process of its own, which `stack` ends, or where that can't be loaded here."""
+    import castiron.runtime.engine_file  # noqa: F401 (what both need, before there are two)
+    from castiron.server.text_process import TextProcess, can_fork
+
+    if can_fork():
+        return stack.enter_context(TextProcess(engine_path, prompt, raw))
+    from castiron.server.answer_text import AnswerText
+
+    return AnswerText(engine_path, prompt, raw)
 
 
 class _Answer:
@@ -97,6 +82,7 @@ class _Answer:
         self.logprobs: list[TokenLogprobs] | None = None
         self.logprob_entries: list[object] | None = None
         self.timings: dict[str, float | None] = {}
+        self.peak_rss_bytes = 0  # of all processes
 
     def as_json(self) -> dict[str, object]:
         return {
@@ -106,6 +92,7 @@ class _Answer:
             "finish_reason": self.finish_reason,
             "logprobs": self.logprob_entries,
             "timings": self.timings,
+            "peak_rss_bytes": self.peak_rss_bytes,
         }
 
     def speeds(self) -> str:
@@ -120,7 +107,10 @@ class _Answer:
 
 
 def _generate(
-    engine: "LLMEngine", args: argparse.Namespace, front: "TextFront | None", prompt_ids: list[int]
+    engine: "LLMEngine",
+    args: argparse.Namespace,
+    text: "AnswerText | TextProcess | None",
+    prompt_ids: list[int],
 ) -> _Answer:
     from castiron.runtime.messages import AddRequest
     from castiron.server.engine_arguments import sampling_of
@@ -132,11 +122,7 @@ def _generate(
     request = AddRequest("answer", tuple(prompt_ids), sampling)
     engine.validate(request)
 
-    generated = None
-    if front is not None:
-        from castiron.server.generated_text import GeneratedText
-
-        generated = GeneratedText(front.tokenizer)
+    pieces: list[str] = []
     answer = _Answer(prompt_ids)
     logprobs: list[TokenLogprobs] = []
     start_s = time.perf_counter()
@@ -154,15 +140,15 @@ def _generate(
         )
         logprobs += output.logprobs
         answer.finish_reason = output.finish_reason
-        if generated is not None:
-            delta = generated.add(output)
-            if delta.text and not args.json:
-                sys.stdout.write(delta.text)
+        if text is not None:
+            pieces.append(text.add(output))
+            if pieces[-1] and not args.json:
+                sys.stdout.write(pieces[-1])
                 sys.stdout.flush()
-    if generated is not None:
-        answer.text = generated.text
+    if text is not None:
+        answer.text = "".join(pieces)
     if sampling.logprobs is not None:
-        answer.logprob_entries = _logprob_entries(front, answer.token_ids, logprobs)
+        answer.logprob_entries = _logprob_entries(text, answer.token_ids, logprobs)
     num_later = len(answer.token_ids) - 1
     answer.timings = {
         "start_to_first_token_s": start_to_first_token_s,
@@ -173,14 +159,18 @@ def _generate(
 
 
 def _logprob_entries(
-    front: "TextFront | None", token_ids: list[int], logprobs: list["TokenLogprobs"]
+    text: "AnswerText | TextProcess | None", token_ids: list[int], logprobs: list["TokenLogprobs"]
 ) -> list[object]:
     """One object a token: token_id, token (None without a tokenizer), logprob, and the top ones alike."""
     from castiron.server.logprob_entries import finite
 
+    shown_ids = sorted({*token_ids, *(top_id for item in logprobs for top_id in item.top_token_ids)})
+    tokens: dict[int, str] = {}
+    if text is not None:
+        tokens = dict(zip(shown_ids, text.token_texts(shown_ids), strict=True))
+
     def entry(token_id: int, logprob: float) -> dict[str, object]:
-        token = None if front is None else front.tokenizer.token_text(token_id)
-        return {"token_id": token_id, "token": token, "logprob": finite(logprob)}
+        return {"token_id": token_id, "token": tokens.get(token_id), "logprob": finite(logprob)}
 
     return [
         {

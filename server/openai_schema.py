@@ -1,11 +1,12 @@
 """Bodies of the OpenAI API: what is understood, refused by name, or accepted because it is off."""
 
 import re
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 import msgspec
 
 from castiron.runtime.errors import RequestError
+from castiron.runtime.nearest_name import nearest_name
 from castiron.server.error_responses import ModelNotFoundError
 from castiron.server.json_types import Json, JsonObject
 
@@ -48,7 +49,9 @@ class SharedFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     def seed_of(self, choice: int) -> int | None:
         """The seed of one of n choices: they shall differ, and be the same again next time."""
-        return None if self.seed is None else (self.seed + choice) & _SEED_MASK
+        if self.seed is None or choice == 0:  # what was given is checked as it is
+            return self.seed
+        return (self.seed + choice) & _SEED_MASK
 
     def check_shared(self, served_name: str) -> None:
         """Raise RequestError (ModelNotFoundError) for what no type can tell."""
@@ -80,8 +83,11 @@ class ToolCall(msgspec.Struct, forbid_unknown_fields=True):
     type: Literal["function"] = "function"
 
 
+Role = Literal["system", "developer", "user", "assistant", "tool"]
+
+
 class Message(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: Role
     content: Any = None  # text, or a list of parts of which only text is supported
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
@@ -93,7 +99,7 @@ class Message(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
 class ChatCompletionRequest(SharedFields, kw_only=True, forbid_unknown_fields=True):
     """POST /v1/chat/completions."""
 
-    messages: list[Message] = []
+    messages: list[Message] | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
@@ -158,7 +164,7 @@ def decode_body(data: bytes, kind: type[Body], unsupported: dict[str, tuple[Json
     try:
         return msgspec.convert(document, kind)
     except msgspec.ValidationError as error:
-        message, param = _explain(str(error))
+        message, param = _explain(str(error), kind)
         raise RequestError(message, param) from error
 
 
@@ -166,27 +172,34 @@ def _same_kind(value: Json, off: Json) -> bool:
     return isinstance(value, bool) == isinstance(off, bool)  # False == 0 in Python, not in JSON
 
 
-def _explain(text: str) -> tuple[str, str | None]:
+def _explain(text: str, kind: type[msgspec.Struct]) -> tuple[str, str | None]:
     """msgspec's message in our words, and the field: "Expected `int`, got `str` - at `$.n`"."""
     what, _, where = text.partition(" - at ")
     path = where.strip("`").removeprefix("$").removeprefix(".")
     unknown = re.fullmatch(r"Object contains unknown field `(.*)`", what, re.DOTALL)
     if unknown:
         field = f"{path}.{unknown[1]}" if path else unknown[1]
-        return f"unknown field {field[:200]}: leave it out", field[:200]
+        near = None if path else nearest_name(field[:200], kind.__struct_fields__)
+        advice = f"did you mean {near}?" if near else "leave it out"
+        return f"unknown field {field[:200]}: {advice}", field[:200]
     missing = re.fullmatch(r"Object missing required field `(.*)`", what)
     if missing:
         field = f"{path}.{missing[1]}" if path else missing[1]
         return f"{field} is missing", field
+    wrong = re.fullmatch(r"Invalid enum value (.*)", what, re.DOTALL)
+    if wrong and path.endswith(".role"):
+        return f"{path} is {wrong[1][:40]}, expected one of {', '.join(get_args(Role))}", path
     what = what[:1].lower() + what[1:].replace("`", "")
     return (f"{path}: {what}" if path else what), path or None
 
 
-def check_messages(messages: list[Message]) -> list[JsonObject]:
+def check_messages(messages: list[Message] | None) -> list[JsonObject]:
     """Messages as templates get them: plain objects, parts checked, `developer` as the `system` it replaced.
 
-    Raises RequestError for an empty list, too many messages, or content that isn't text.
+    Raises RequestError for none, an empty list, too many messages, or content that isn't text.
     """
+    if messages is None:
+        raise RequestError("messages is missing, expected a list of {role, content} objects", "messages")
     if not messages:
         raise RequestError("messages is empty, expected at least one message", "messages")
     if len(messages) > MAX_MESSAGES:

@@ -13,6 +13,8 @@ def checked_stop_strings(stop: str | Sequence[str] | None) -> tuple[str, ...]:
     if stop is None:
         return ()
     strings = (stop,) if isinstance(stop, str) else tuple(stop)
+    if not all(isinstance(string, str) for string in strings):
+        raise RequestError("stop holds something other than strings, expected a string or several", "stop")
     if len(strings) > MAX_STOP_STRINGS:
         raise RequestError(f"stop has {len(strings)} strings, at most {MAX_STOP_STRINGS} are allowed", "stop")
     for string in strings:

@@ -4,13 +4,14 @@ import argparse
 import sys
 import time
 
-from castiron.runtime.errors import RequestError
+from castiron.runtime.admission import tokens_left
+from castiron.runtime.command_line import with_flags
+from castiron.runtime.errors import InputError, RequestError
 from castiron.runtime.llm_engine import LLMEngine
 from castiron.runtime.messages import AddRequest
 from castiron.server.engine_arguments import engine_options, sampling_of
 from castiron.server.generated_text import GeneratedText
 from castiron.server.json_types import JsonObject
-from castiron.server.sampling_defaults import tokens_left
 from castiron.server.text_front import TextFront
 
 HELP = """\
@@ -22,6 +23,8 @@ Ctrl-C stops an answer; at the prompt it leaves."""
 
 def chat(args: argparse.Namespace) -> int:
     """Talk until /exit or the end of input. Returns 0, or raises CastironError."""
+    # what the terminal can't show must not end the answer
+    sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
     with LLMEngine.load(args.engine, engine_options(args, default_max_seqs=1)) as engine:
         for warning in engine.info.warnings:
             print(f"run-engine: {warning}", file=sys.stderr)
@@ -47,10 +50,18 @@ def chat(args: argparse.Namespace) -> int:
 
 
 def _read_line() -> str | None:
-    """The next line, None at the end of input; the prompt sign is shown to people only."""
+    """The next line, None at the end of input; the prompt sign is shown to people only.
+
+    Raises InputError for a line that isn't UTF-8.
+    """
     if not sys.stdin.isatty():
-        line = sys.stdin.readline()
-        return line if line else None
+        line = sys.stdin.buffer.readline()
+        try:
+            return line.decode() if line else None
+        except UnicodeDecodeError as error:
+            raise InputError(
+                f"a line of the input is not UTF-8 text: {error.reason}, got {line[:40]!r}"
+            ) from error
     try:
         return input("> ")
     except EOFError:
@@ -66,13 +77,13 @@ def _turn(
     generated = GeneratedText(front.tokenizer)
     try:
         prompt_ids = front.prompter.encode(messages)
-        max_tokens = tokens_left(len(prompt_ids), engine.info.max_seq_len, args.max_tokens, "messages")
-        sampling = sampling_of(args, engine.info.generation_defaults, max_tokens)
+        left = tokens_left(len(prompt_ids), engine.info.max_seq_len, "messages")
+        sampling = sampling_of(args, engine.info.generation_defaults, args.max_tokens or left)
         request = AddRequest("turn", tuple(prompt_ids), sampling)
         engine.validate(request)
     except RequestError as error:
         messages.pop()
-        print(f"run-engine: {error} (/reset starts over)", file=sys.stderr)
+        print(f"run-engine: {with_flags(str(error))} (/reset starts over)", file=sys.stderr)
         return
     start_s = first_s = time.perf_counter()
     outputs = engine.generate([request])

@@ -3,9 +3,9 @@
 import os
 from pathlib import Path
 
-import build_command
+import commands
 import pytest
-from build_command import build
+from commands import build
 
 ROOT = Path(__file__).parent.parent
 
@@ -15,7 +15,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    build_command.cpu_level = config.getoption("--cpu-level")
+    commands.cpu_level = config.getoption("--cpu-level")
 
 
 @pytest.fixture(scope="session")

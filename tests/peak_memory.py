@@ -1,6 +1,8 @@
-"""Peak memory of this process since the last reset (Linux). ru_maxrss won't do: it keeps what the parent had."""
+"""Peak memory of this process since the last reset (Linux)."""
 
 from pathlib import Path
+
+from castiron.runtime.peak_memory import peak_memory_bytes
 
 
 def reset_peak() -> None:
@@ -9,8 +11,5 @@ def reset_peak() -> None:
 
 
 def peak_kib() -> int:
-    """VmHWM of /proc/self/status."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1])
-    raise AssertionError("no VmHWM in /proc/self/status")
+    """Most resident KiB since then."""
+    return peak_memory_bytes() // 1024

@@ -148,13 +148,13 @@ def _fill_params(
                 )
             values.append(0)
         else:
-            values.append(_value(launch, parameter.binding))
+            values.append(_value(launch, parameter.binding, placement.symbols))
         codes += TYPE_CODES[parameter.type]
     block = struct.pack(codes, *values)
     return block + bytes(-len(block) % _PARAMS_ALIGNMENT), relocations
 
 
-def _value(launch: Launch, binding: str) -> int | float:
+def _value(launch: Launch, binding: str, symbols: dict[str, int]) -> int | float:
     """A parameter that isn't an address (see plugins_cpu/specs.py for the bindings)."""
     if binding == "zero":
         return 0
@@ -171,6 +171,8 @@ def _value(launch: Launch, binding: str) -> int | float:
         return SYMBOLS.index(symbol)
     assert what.startswith("dim"), binding
     size: Dim = view.shape[int(what[3:])]
+    if symbol_of(size) == "max_rows":  # the engine's, not a bucket's capacity
+        return evaluate_dim(size, symbols)
     assert isinstance(size, int), f"{launch.node}: {binding} is {size}, expected a known integer"
     return size
 

@@ -1,5 +1,6 @@
 """Arena offsets by liveness: values that are never live together share bytes."""
 
+from collections import defaultdict
 from dataclasses import dataclass
 
 ARENA_ALIGNMENT = 64  # bytes; a cache line, and the widest vector
@@ -7,16 +8,15 @@ ARENA_ALIGNMENT = 64  # bytes; a cache line, and the widest vector
 
 @dataclass(frozen=True)
 class Interval:
-    """One arena value: bytes it needs, first record that writes it, last record that touches it."""
+    """One arena value: bytes it needs, first record that writes it, last record that touches it.
+
+    Two are live together if they share a record: a record's inputs and outputs do.
+    """
 
     name: str
     num_bytes: int
     first: int
     last: int
-
-    def overlaps(self, other: "Interval") -> bool:
-        """Whether both are live at some record (a record's inputs and outputs are live together)."""
-        return self.first <= other.last and other.first <= self.last
 
 
 def place(intervals: list[Interval], reserved_bytes: int = 0) -> tuple[dict[str, int], int]:
@@ -28,27 +28,30 @@ def place(intervals: list[Interval], reserved_bytes: int = 0) -> tuple[dict[str,
     """
     base = _aligned(reserved_bytes)
     offsets: dict[str, int] = {}
-    placed: list[tuple[int, int, Interval]] = []  # start, stop, by start
+    busy: defaultdict[int, set[tuple[int, int]]] = defaultdict(set)  # record -> byte ranges taken during it
     end = base
     for interval in sorted(intervals, key=lambda i: (-i.num_bytes, i.first, i.name)):
         need = _aligned(interval.num_bytes)
-        start = _best_gap([(a, b) for a, b, other in placed if other.overlaps(interval)], base, need)
+        records = range(interval.first, interval.last + 1)
+        start = _best_gap(sorted(set().union(*(busy[record] for record in records))), base, need)
         offsets[interval.name] = start
-        placed.append((start, start + need, interval))
-        placed.sort(key=lambda item: item[:2])
+        for record in records:
+            busy[record].add((start, start + need))
         end = max(end, start + need)
     return offsets, end
 
 
 def check_disjoint(intervals: list[Interval], offsets: dict[str, int]) -> None:
     """Assert that no two values live at the same record share a byte, whatever placed them."""
-    for index, one in enumerate(intervals):
-        for two in intervals[index + 1 :]:
-            if one.overlaps(two):
-                a, b = offsets[one.name], offsets[two.name]
-                assert a + one.num_bytes <= b or b + two.num_bytes <= a, (
-                    f"{one.name} and {two.name} are live together and share arena bytes"
-                )
+    live: list[Interval] = []
+    for two in sorted(intervals, key=lambda interval: interval.first):
+        live = [one for one in live if one.last >= two.first]
+        for one in live:
+            a, b = offsets[one.name], offsets[two.name]
+            assert a + one.num_bytes <= b or b + two.num_bytes <= a, (
+                f"{one.name} and {two.name} are live together and share arena bytes"
+            )
+        live.append(two)
 
 
 def _best_gap(busy: list[tuple[int, int]], base: int, need: int) -> int:

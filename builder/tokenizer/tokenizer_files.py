@@ -13,6 +13,7 @@ from castiron.builder.tokenizer.gguf_sentencepiece import build_sentencepiece
 from castiron.builder.tokenizer.gguf_vocabulary import read_vocabulary
 from castiron.builder.tokenizer.huggingface_tokenizer import read_huggingface_tokenizer
 from castiron.builder.tokenizer.tokenizer_facts import TokenizerFacts
+from castiron.builder.tokenizer.tokenizer_json import tokenizer_json
 from castiron.runtime.errors import CheckpointError
 
 TOKENIZER_MEMBER = "tokenizer/tokenizer.json"
@@ -82,7 +83,7 @@ def _from_gguf(checkpoint: Checkpoint) -> TokenizerFacts:
         )
     return TokenizerFacts(
         tokenizer=tokenizer,
-        tokenizer_json=tokenizer.to_str(pretty=False).encode(),
+        tokenizer_json=tokenizer_json(tokenizer),
         chat_template=metadata.get("tokenizer.chat_template", ""),
         bos_token_id=vocabulary.bos_token_id,
         eos_token_ids=vocabulary.eos_token_ids,

@@ -1,5 +1,5 @@
 // embedding.*: rows of a packed table as f32. A token id below 0 stands for last_token[-1 - id]. An id
-// outside the vocabulary gives a row of zeros, never a read outside the table.
+// outside the vocabulary or one that stands for no row gives zeros, never a read outside the table or rows.
 #include "../abi.h"
 #include "registry.h"
 #include "scheme_blocks.h"
@@ -14,7 +14,7 @@ void embedding(const EmbeddingParams &p, const Context &context) {
     const auto *table = static_cast<const uint8_t *>(p.table);
     for (int64_t row = rows.begin; row < rows.end; row++) {
         int64_t id = p.token_ids[row];
-        if (id < 0) id = p.last_token[-1 - id];
+        if (id < 0) id = -1 - id < p.max_rows ? p.last_token[-1 - id] : p.vocab;
         float *y = p.y + row * p.y_stride;
         if (id < 0 || id >= p.vocab) {
             for (int64_t i = 0; i < p.dim; i++) y[i] = 0.0f;

@@ -1,5 +1,6 @@
 // Float vectors of the level's width, and the functions on them that kernels share. Every operation works
 // lane by lane, so an element's result doesn't depend on where in a row or in which tail it stands.
+// For element-wise, attention and sampling kernels; simd.h is for kernels over panels of 16 weight rows.
 #pragma once
 #include <cstdint>
 #include <cstring>

@@ -1,6 +1,7 @@
 // 16 float lanes as one value, whatever the level has: one AVX-512 register, two AVX2 registers, or a plain
 // array the compiler vectorises. Every operation is lane by lane, so a kernel written with F32x16 adds in the
 // same order on every level; only fma() differs (generic: product rounded, then added).
+// For kernels over panels of 16 weight rows (linear, embedding); float_vector.h has the level's own width.
 #pragma once
 #include <cstdint>
 #include <cstring>

@@ -23,7 +23,8 @@ def allocate(num_bytes: int, what: str, huge_pages: bool) -> np.ndarray:
         memory = mmap.mmap(-1, num_bytes + slack, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, OverflowError, ValueError) as error:
         raise EngineTargetError(
-            f"no memory for {num_bytes} bytes of {what}: free some, lower --kv-memory or use a smaller engine"
+            f"no memory for {num_bytes} bytes of {what}: free some, lower `kv_memory_bytes` or use a smaller "
+            "engine"
         ) from error
     _advise(memory, huge_pages)
     array = np.frombuffer(memory, np.uint8)

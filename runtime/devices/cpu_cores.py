@@ -25,7 +25,7 @@ def choose_cores(num_threads: int | None) -> list[int]:
         num_threads = num_cores if quota is None else max(1, min(num_cores, math.floor(quota)))
     if not 1 <= num_threads <= len(usable):
         raise InputError(
-            f"num_threads is {num_threads}, expected 1 to {len(usable)} (processors this process may use)"
+            f"`num_threads` is {num_threads}, expected 1 to {len(usable)} (processors this process may use)"
         )
     return ordered[:num_threads]
 

@@ -238,7 +238,7 @@ def test_no_compiler_is_one_line_and_leaves_nothing(
 
 def test_an_output_that_is_the_model_is_refused(gguf: Path) -> None:
     size = gguf.stat().st_size
-    with pytest.raises(InputError, match="is the model itself"):
+    with pytest.raises(InputError, match="is the file it is made from"):
         build_engine(BuildOptions(model=str(gguf), output=gguf), quiet=True)
     assert gguf.stat().st_size == size
 

@@ -73,6 +73,16 @@ def test_every_flag_reaches_its_option() -> None:
         (["smollm2-135m", "-o", "x"], "is an alias"),
         (["m", "-o", "/no/such/folder/x"], "output folder /no/such/folder does not exist"),
         (["m", "-o", "/tmp"], "is a folder"),
+        (["m", "-o", "x.engine/"], "output 'x.engine/' names a folder"),
+        (["m", "-o", ""], "output '' is no file name"),
+        (
+            ["smollm2-135m", "--dry-run", "--dump-passes", "/dev/null"],
+            "/dev/null is a file, expected a folder",
+        ),
+        (
+            ["smollm2-135m", "--dry-run", "--dump-passes", "/dev/null/x"],
+            "/dev/null is a file, expected a folder",
+        ),
         (["m", "-o", "x", "--max-seq", "3"], "unrecognized arguments: --max-seq"),
         (["m", "-o", "x", "--max-seqs", "many"], "invalid int value: 'many'"),
         (["m", "-o", "x", "--recipe", "/no/such.json"], "can't read recipe"),
@@ -86,13 +96,10 @@ def test_a_wrong_flag_is_one_line_and_exit_code_2(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    try:
-        code = main(flags)
-    except SystemExit as error:  # argparse
-        code = error.code
+    code = main(flags)
     lines = capsys.readouterr().err.strip().splitlines()
     assert code == 2
-    assert len(lines) == 1 and lines[0].startswith("build-engine: error: ") and message in lines[0]
+    assert len(lines) == 1 and lines[0].startswith("build-engine: ") and message in lines[0]
     assert list(tmp_path.iterdir()) == []
 
 
@@ -116,6 +123,7 @@ def test_json_and_toml_recipes_mean_the_same(tmp_path: Path) -> None:
     [
         ('{"max_sequences": 3}', "unknown key 'max_sequences': did you mean 'max_seqs'"),
         ('{"zzz": 3}', "unknown key 'zzz', expected one of model"),
+        ('{"output": "x.engine/"}', "output 'x.engine/' names a folder"),
         ('{"max_seqs": "3"}', "max_seqs is '3', expected an integer"),
         ('{"max_seqs": true}', "max_seqs is True, expected an integer"),
         ('{"tune": 1}', "tune is 1, expected true or false"),

@@ -57,11 +57,17 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         return bind_model(checkpoint)
 
 
+@pytest.fixture(scope="module")
+def full_trace(model: BoundModel) -> g.Program:
+    return trace(model, kinds=(0, 1, 2))
+
+
 @pytest.mark.parametrize("kinds", [("a", "a", "a"), ("a", "b", "a"), ("a", "b", "b")])
-def test_repeated_layers_are_those_of_a_full_trace(model: BoundModel, kinds: tuple[str, ...]) -> None:
-    full = trace(model, kinds=(0, 1, 2))
-    assert len(full.graph) > 60
-    assert described(trace(model, kinds)) == described(full)
+def test_repeated_layers_are_those_of_a_full_trace(
+    model: BoundModel, full_trace: g.Program, kinds: tuple[str, ...]
+) -> None:
+    assert len(full_trace.graph) > 60
+    assert described(trace(model, kinds)) == described(full_trace)
 
 
 def test_models_are_traced_one_layer_a_kind(model: BoundModel, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,29 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from commands import MODULES, Done, run, run_process
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
-MODULES = {
-    "build-engine": "castiron.builder.cli",
-    "run-engine": "castiron.server.cli",
-    "verify-engine": "castiron.runtime.verify_cli",
-    "inspect-engine": "castiron.runtime.inspect_cli",
-}
 
-
-def run(
-    command: str, *arguments: object, env: dict[str, str] | None = None
-) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", MODULES[command], *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        env={**os.environ, **(env or {})},
-    )
-
-
-def last_line(done: subprocess.CompletedProcess[str]) -> str:
+def last_line(done: Done) -> str:
     assert "Traceback" not in done.stderr, done.stderr
     return done.stderr.strip().splitlines()[-1]
 
@@ -107,7 +90,6 @@ CHECKPOINT_MISTAKES: dict[str, tuple[Callable[[Path], None], str]] = {
 }
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("mistake", sorted(CHECKPOINT_MISTAKES))
 def test_checkpoint_mistake_is_one_line_with_exit_2_and_no_file(
     mistake: str, tiny_checkpoint: Path, tmp_path: Path
@@ -152,7 +134,6 @@ BUILD_MISTAKES: dict[str, tuple[tuple[str, ...], int, str]] = {
 }
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("mistake", sorted(BUILD_MISTAKES))
 def test_build_mistake(mistake: str, tiny_checkpoint: Path, tmp_path: Path) -> None:
     arguments, code, named = BUILD_MISTAKES[mistake]
@@ -165,7 +146,7 @@ def test_build_mistake(mistake: str, tiny_checkpoint: Path, tmp_path: Path) -> N
 
 def test_no_compiler_and_no_cached_library(tiny_checkpoint: Path, tmp_path: Path) -> None:
     env = {"PATH": str(tmp_path), "CXX": "", "CASTIRON_CACHE_DIR": str(tmp_path / "cache")}
-    done = run("build-engine", tiny_checkpoint, "-o", tmp_path / "x.engine", env=env)
+    done = run_process("build-engine", tiny_checkpoint, "-o", tmp_path / "x.engine", env=env)
     assert done.returncode == 1, done.stderr
     assert "compiler" in last_line(done)
     assert not (tmp_path / "x.engine").exists()
@@ -197,9 +178,21 @@ def test_engine_moved_with_its_checkpoint_deleted_runs(tiny_checkpoint: Path, tm
     (tmp_path / "b").mkdir()
     shutil.move(tmp_path / "a" / "x.engine", tmp_path / "b" / "y.engine")
     shutil.rmtree(tmp_path / "a")
-    done = run("run-engine", tmp_path / "b" / "y.engine", "--prompt-ids", "1,2,3", "--max-tokens", "2")
+    moved = tmp_path / "b" / "y.engine"
+    done = run_process("run-engine", moved, "--prompt-ids", "1,2,3", "--max-tokens", "2")
     assert done.returncode == 0, done.stderr
-    assert run("verify-engine", tmp_path / "b" / "y.engine").returncode == 0
+    assert run_process("verify-engine", moved).returncode == 0
+
+
+@pytest.mark.parametrize("command", MODULES)
+def test_a_mistake_ends_the_commands_process_with_exit_2_and_one_line(command: str, tmp_path: Path) -> None:
+    (tmp_path / "broken.engine").write_bytes(b"not an engine")
+    output = ("-o", tmp_path / "x.engine") if command == "build-engine" else ()
+    done = run_process(command, tmp_path / "broken.engine", *output)
+    assert (done.returncode, done.stdout) == (2, ""), done.stderr
+    assert "broken.engine" in last_line(done)
+    assert done.stderr.count("\n") == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["broken.engine"]
 
 
 @pytest.mark.parametrize("keep", [0, 10, 5000, -1])

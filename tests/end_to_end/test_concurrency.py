@@ -34,11 +34,10 @@ def engine_path(request: pytest.FixtureRequest) -> Path:
     return request.getfixturevalue("smollm2_f32_engine" if request.param == "f32" else "smollm2_engine")
 
 
-@pytest.mark.parametrize("max_batched_tokens", [None, 48])
-def test_sixteen_concurrent_requests_equal_each_alone_bit_for_bit(
-    engine_path: Path, max_batched_tokens: int | None
-) -> None:
-    with LLMEngine.load(engine_path, EngineOptions()) as alone_engine:
+@pytest.fixture(scope="module")
+def alone(engine_path: Path) -> tuple[list[AddRequest], dict[str, list[tuple]]]:
+    """The requests, every other one greedy, and what each is answered when nothing else runs."""
+    with LLMEngine.load(engine_path, EngineOptions()) as engine:
         requests = [
             AddRequest(
                 f"r{i}",
@@ -47,15 +46,22 @@ def test_sixteen_concurrent_requests_equal_each_alone_bit_for_bit(
                     max_tokens=8, logprobs=5, ignore_eos=True, temperature=0.0 if i % 2 else 0.8, seed=i
                 ),
             )
-            for i, prompt in enumerate(prompts(alone_engine.info.vocab_size))
+            for i, prompt in enumerate(prompts(engine.info.vocab_size))
         ]
-        alone = {}
+        answers = {}
         for request in requests:
-            alone |= tokens(alone_engine, [request])
-    with LLMEngine.load(
-        engine_path, EngineOptions(max_seqs=NUM_REQUESTS, max_batched_tokens=max_batched_tokens)
-    ) as engine:
-        assert tokens(engine, requests) == alone
+            answers |= tokens(engine, [request])
+    return requests, answers
+
+
+@pytest.mark.parametrize("max_batched_tokens", [None, 48])
+def test_sixteen_concurrent_requests_equal_each_alone_bit_for_bit(
+    engine_path: Path, alone: tuple[list[AddRequest], dict[str, list[tuple]]], max_batched_tokens: int | None
+) -> None:
+    requests, answers = alone
+    options = EngineOptions(max_seqs=NUM_REQUESTS, max_batched_tokens=max_batched_tokens)
+    with LLMEngine.load(engine_path, options) as engine:
+        assert tokens(engine, requests) == answers
 
 
 def test_logits_of_sixteen_sequences_equal_each_alone_bit_for_bit(smollm2_f32_engine: Path) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from build_command import build
+from commands import build
 from tiny_checkpoints import load_reference, reference_logits, save_tiny_checkpoint
 
 from castiron.runtime.engine_options import EngineOptions

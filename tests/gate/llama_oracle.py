@@ -78,14 +78,10 @@ def reference_logits(model: torch.nn.Module, token_ids: list[int]) -> np.ndarray
     return model(torch.tensor([token_ids])).logits[0].numpy()
 
 
-@torch.no_grad()
-def greedy(model: torch.nn.Module, prompt: list[int], num_tokens: int) -> list[int]:
-    """Greedy continuation of exactly `num_tokens` ids (no EOS), ties to the lowest id."""
-    from transformers import DynamicCache
+def greedy_after(model: torch.nn.Module, prompt: list[int], answer: list[int]) -> list[int]:
+    """The model's choice (ties to the lowest id) of each token of `answer`, given the prompt and those before it.
 
-    cache, ids, result = DynamicCache(config=model.config), torch.tensor([prompt]), []
-    for _ in range(num_tokens):
-        token = int(model(ids, cache=cache, use_cache=True).logits[0, -1].argmax())
-        result.append(token)
-        ids = torch.tensor([[token]])
-    return result
+    Up to the first that differs from `answer`, that is the model's own greedy answer.
+    """
+    logits = reference_logits(model, prompt + answer[:-1])
+    return logits[len(prompt) - 1 :].argmax(axis=1).tolist()

@@ -1,6 +1,8 @@
 """bench-engine: what it measures, what it writes, what it refuses."""
 
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -133,6 +135,28 @@ def test_startup_measures_processes(
     assert "MiB" in capsys.readouterr().out
 
 
+def test_startup_from_text_measures_the_same(tiny_engine: Path, tmp_path: Path) -> None:
+    names = []
+    for number, flags in enumerate((["--prompt=-é"], ["--prompt-len", "3"])):
+        target = tmp_path / f"{number}.json"
+        assert main(["startup", str(tiny_engine), *flags, "--repeats", "1", "--json", str(target)]) == 0
+        metrics = check_snapshot(target)
+        assert set(metrics["ttft_ms"]) == {"p3"}  # a token a byte
+        names.append({(name, *sorted(metrics[name])) for name in ("startup_s", "ttft_ms")} | set(metrics))
+    assert names[0] == names[1]
+
+
+def test_memory_of_a_start_is_not_that_of_who_starts_it(tiny_engine: Path) -> None:
+    code = (
+        "import sys\n"
+        "from castiron.perf.startup import start_once\n"
+        "held = b'x' * (500 << 20)\n"
+        "print(start_once(sys.argv[1], [1, 2], []).peak_rss_bytes)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(tiny_engine)], capture_output=True, check=True)
+    assert 10 << 20 < int(done.stdout) < 400 << 20
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -146,6 +170,8 @@ def test_startup_measures_processes(
         ["offline", "missing.engine", "--repeats", "x"],
         ["offline", "missing.engine", "--seed", "-1"],
         ["startup", "missing.engine", "--batch", "1"],
+        ["startup", "missing.engine", "--prompt", "x"],
+        ["startup", "missing.engine", "--prompt", "x", "--prompt-len", "4"],
         ["serving", "missing.engine", "--request-rate", "5"],
         ["tune", "missing.engine"],
         ["check", "missing.engine"],
@@ -174,6 +200,10 @@ def test_a_target_that_can_not_be_written_is_found_before_measuring(
     target = tmp_path / "no" / "such" / "folder.json"
     assert main(["offline", str(tiny_engine), "--repeats", "100000", "--json", str(target)]) == 2
     assert capsys.readouterr().err.count("\n") == 1
+    for wrong in (f"{tmp_path}/x.json/", str(tmp_path), str(tiny_engine)):
+        assert main(["offline", str(tiny_engine), "--repeats", "100000", "--json", wrong]) == 2
+        assert capsys.readouterr().err.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
     with pytest.raises(WorkFailedError):
         write_snapshot(target, {})  # type: ignore[arg-type]
 

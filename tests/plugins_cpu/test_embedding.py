@@ -19,7 +19,8 @@ def embed(
     y = np.full((len(ids) + 1, dim + 3), np.nan, np.float32)
     call(
         f"embedding.{scheme}", token_ids=np.array([*ids, 0], np.int32), last_token=np.array(last, np.int32),
-        table=table, y=y, y_stride=dim + 3, vocab=vocab, dim=dim, count=NUM_TOKENS, num_tokens=len(ids),
+        table=table, y=y, y_stride=dim + 3, vocab=vocab, dim=dim, max_rows=len(last), count=NUM_TOKENS,
+        num_tokens=len(ids),
         **options,
     )  # fmt: skip
     return y
@@ -45,6 +46,13 @@ def test_an_id_outside_the_vocabulary_gives_zeros() -> None:
     rows = random_rows("q4_1", 16, 32, np.random.default_rng(0))
     y = embed("q4_1", pack("q4_1", rows, 32), [16, -1, 2**31 - 1], [-5], 16, 32)
     assert not y[:3, :32].any()
+
+
+def test_an_id_that_stands_for_no_row_gives_zeros() -> None:
+    rows = random_rows("q4_1", 16, 32, np.random.default_rng(0))
+    y = embed("q4_1", pack("q4_1", rows, 32), [-1, -2, -3, -(2**31)], [3, 5], 16, 32)
+    np.testing.assert_array_equal(y[:2, :32], dequantize("q4_1", rows)[[3, 5]])
+    assert not y[2:4, :32].any()
 
 
 def test_tables_beyond_2_to_the_31_elements_are_addressed() -> None:

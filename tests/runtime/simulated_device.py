@@ -7,22 +7,14 @@ its block table. A wrong slot, table, position, length or token therefore gives 
 
 import functools
 
+import msgspec
 import numpy as np
+from synthetic_engine import make_manifest
 
 from castiron.runtime.engine_options import EngineOptions, ServingLimits, resolve_limits
 from castiron.runtime.errors import WorkFailedError
 from castiron.runtime.llm_engine import LLMEngine
-from castiron.runtime.manifest import (
-    FORMAT_MAJOR,
-    FORMAT_MINOR,
-    STEP_ABI_VERSION,
-    Manifest,
-    ModelInfo,
-    Profile,
-    Provenance,
-    QuantizationInfo,
-    TargetInfo,
-)
+from castiron.runtime.manifest import Manifest, ModelInfo, Profile
 from castiron.runtime.messages import AddRequest, RequestOutput
 from castiron.runtime.plan_format import CacheTensor, Plan, PlanHeader
 from castiron.runtime.sampling_params import SamplingParams
@@ -76,22 +68,9 @@ def simulated_header(profile: Profile) -> PlanHeader:
 
 
 def simulated_manifest(profile: Profile) -> Manifest:
-    return Manifest(
-        format_major=FORMAT_MAJOR,
-        format_minor=FORMAT_MINOR,
-        step_abi_version=STEP_ABI_VERSION,
-        model=ModelInfo(
-            "simulated", "llama", {}, VOCAB_SIZE, profile.max_seq_len, 0, None, (EOS_TOKEN_ID,), {}
-        ),
-        target=TargetInfo("cpu", "generic", ""),
-        profile=profile,
-        quantization=QuantizationInfo("none", "f32", "f32", {}),
-        weights=(),
-        weights_source="dummy",
-        row_stable=True,
-        features=(),
-        provenance=Provenance("0", "safetensors", {}, {}),
-        members=(),
+    model = ModelInfo("simulated", "llama", {}, VOCAB_SIZE, profile.max_seq_len, 0, None, (EOS_TOKEN_ID,), {})
+    return msgspec.structs.replace(
+        make_manifest("generic", ()), model=model, profile=profile, weights_source="dummy"
     )
 
 

@@ -210,6 +210,7 @@ def _add_forward(
         count=NUM_TOKENS,
         vocab=VOCAB,
         dim=DIM,
+        max_rows=MAX_ROWS,
     )
     shape = {"kv_heads": HEADS, "block_size": BLOCK, "head_dim": HEAD_DIM}
     writer.add(
@@ -284,7 +285,7 @@ def _add_sample(
     writer.add(f"sample_{variant}", pointers, logits_stride=VOCAB, count=NUM_LOGITS, vocab=VOCAB)
 
 
-def make_manifest(level: str, weights: WeightsFile) -> Manifest:
+def make_manifest(level: str, weights: tuple[WeightsFile, ...]) -> Manifest:
     return Manifest(
         format_major=FORMAT_MAJOR,
         format_minor=FORMAT_MINOR,
@@ -295,7 +296,7 @@ def make_manifest(level: str, weights: WeightsFile) -> Manifest:
         target=TargetInfo("cpu", level, kernel_library.abi_hash()),
         profile=Profile(MAX_SEQS, MAX_SEQ_LEN, MAX_BATCHED),
         quantization=QuantizationInfo("none", "f32", "f32", {"f32": 8 * VOCAB * DIM}),
-        weights=(weights,),
+        weights=weights,
         weights_source="file",
         row_stable=True,
         features=(),
@@ -358,7 +359,7 @@ def write_synthetic_engine(
     if edit_plan:
         header, arrays = edit_plan(header, arrays)
     part = WeightsFile(WEIGHTS_MEMBER, len(weights) - data_bytes, data_bytes, 0)
-    manifest = make_manifest(level, part)
+    manifest = make_manifest(level, (part,))
     golden = make_golden(engine)
     report = {
         "passes": [{"name": "fuse_gate_up", "matches": 0}],

@@ -110,7 +110,7 @@ def test_an_engine_in_its_own_process_answers_the_same(tiny_engine: Path) -> Non
 
 
 def test_limits_and_memory_the_engine_or_the_machine_lacks_are_refused(tiny_engine: Path) -> None:
-    with pytest.raises(InputError, match=r"max_seqs is 100000, the engine was built for \d+"):
+    with pytest.raises(InputError, match=r"`max_seqs` is 100000, the engine was built for \d+"):
         LLMEngine.load(tiny_engine, EngineOptions(max_seqs=100000))
     with pytest.raises(EngineTargetError, match="MiB are free after the weights"):
         LLMEngine.load(tiny_engine, EngineOptions(kv_memory_bytes=1 << 50))

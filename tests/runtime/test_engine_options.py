@@ -26,13 +26,13 @@ def test_limits_can_be_lowered_one_by_one() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (EngineOptions(max_seqs=17), "max_seqs is 17, the engine was built for 16"),
-        (EngineOptions(max_seq_len=4096), "max_seq_len is 4096, the engine was built for 2048"),
-        (EngineOptions(max_batched_tokens=513), "max_batched_tokens is 513, the engine was built for 512"),
-        (EngineOptions(max_seqs=0), "max_seqs is 0, expected a positive integer"),
-        (EngineOptions(kv_memory_bytes=-1), "kv_memory_bytes is -1"),
-        (EngineOptions(num_threads=0), "num_threads is 0"),
-        (EngineOptions(max_batched_tokens=8), "max_batched_tokens 8 is below max_seqs 16"),
+        (EngineOptions(max_seqs=17), "`max_seqs` is 17, the engine was built for 16"),
+        (EngineOptions(max_seq_len=4096), "`max_seq_len` is 4096, the engine was built for 2048"),
+        (EngineOptions(max_batched_tokens=513), "`max_batched_tokens` is 513, the engine was built for 512"),
+        (EngineOptions(max_seqs=0), "`max_seqs` is 0, expected a positive integer"),
+        (EngineOptions(kv_memory_bytes=-1), "`kv_memory_bytes` is -1"),
+        (EngineOptions(num_threads=0), "`num_threads` is 0"),
+        (EngineOptions(max_batched_tokens=8), "`max_batched_tokens` 8 is below `max_seqs` 16"),
     ],
 )
 def test_other_limits_are_refused_with_both_numbers(options: EngineOptions, message: str) -> None:

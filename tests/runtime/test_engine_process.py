@@ -75,7 +75,7 @@ def test_concurrent_streams_get_their_own_tokens_and_stats_follow() -> None:
 def test_bad_requests_are_refused_before_anything_is_sent() -> None:
     async def work() -> None:
         client = await start("ok", options=EngineOptions(max_seq_len=32))
-        with pytest.raises(RequestError, match="allows 32"):
+        with pytest.raises(RequestError, match="40 tokens, a sequence may have 32"):
             client.generate(request("long", prompt(40)))
         stream = client.generate(request("a", prompt(3), 20))
         await anext(stream)

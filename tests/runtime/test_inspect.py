@@ -149,6 +149,24 @@ def test_usage_mistakes_are_one_line(
     )
 
 
+@pytest.mark.parametrize("flags", [[], ["--tactics"], ["--diff", "absent.engine"]])
+def test_json_of_what_cannot_be_opened_is_an_object_with_the_error(
+    tmp_path: Path, flags: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([str(tmp_path / "absent.engine"), "--json", *flags]) == 2
+    captured = capsys.readouterr()
+    assert captured.err == f"inspect-engine: {json.loads(captured.out)['error']}\n"
+
+
+@pytest.mark.parametrize("name", ["graph/", "graph.onnx/", ".", "there/.."])
+def test_a_graph_that_would_be_a_folder_is_refused_and_nothing_written(
+    engine: SyntheticEngine, tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([str(engine.path), "--graph", f"{tmp_path}/{name}"]) == 2
+    assert "names a folder, expected a file name" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_control_characters_in_a_hostile_manifest_stay_visible(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -172,18 +172,25 @@ def test_logprobs_are_of_the_raw_distribution_and_as_many_as_asked(num_logprobs:
         (
             {"prompt": prompt(129)},
             "prompt",
-            "129 tokens and max_tokens is 4, together 133; this engine allows 128",
+            "129 tokens, a sequence may have 128 with at least 1 new one: shorten the prompt to 127 tokens or load "
+            "the engine with a higher `max_seq_len` or `kv_memory_bytes`",
         ),
         ({"prompt": prompt(128)}, "prompt", "128 tokens"),
-        ({"prompt": prompt(125)}, "max_tokens", "125 tokens and max_tokens is 4, together 129"),
-        ({"max_tokens": 0}, "max_tokens", "max_tokens is 0"),
-        ({"max_tokens": 2**31 - 1}, "max_tokens", "max_tokens is 2147483647"),
+        (
+            {"prompt": prompt(125)},
+            "max_tokens",
+            "together 129; a sequence may have 128: lower `max_tokens` to 3",
+        ),
+        ({"max_tokens": 0}, "max_tokens", "`max_tokens` is 0"),
+        ({"max_tokens": 2**31 - 1}, "max_tokens", "`max_tokens` is 2147483647"),
         ({"min_tokens": 2}, "min_tokens", "no logit bias"),
-        ({"temperature": -1.0}, "temperature", "temperature is -1.0"),
-        ({"temperature": math.nan}, "temperature", "temperature is nan"),
-        ({"top_p": 0.0}, "top_p", "top_p is 0.0"),
-        ({"logprobs": 21}, "logprobs", "logprobs is 21"),
-        ({"seed": 2**64}, "seed", "seed is"),
+        ({"temperature": -1.0}, "temperature", "`temperature` is -1.0"),
+        ({"temperature": math.nan}, "temperature", "`temperature` is nan"),
+        ({"top_p": 0.0}, "top_p", "`top_p` is 0.0"),
+        ({"logprobs": 21}, "logprobs", "`logprobs` is 21"),
+        ({"seed": 2**64}, "seed", "`seed` is"),
+        ({"seed": -(2**63) - 1}, "seed", "`seed` is"),
+        ({"top_k": -2}, "top_k", "`top_k` is -2"),
         ({"stop_token_ids": (97,)}, "stop_token_ids", "token id 97"),
     ],
 )
@@ -240,12 +247,19 @@ def test_generate_runs_nothing_if_one_request_is_refused() -> None:
     assert device_of(engine).launches == []
 
 
+def test_a_negative_seed_is_its_twos_complement_and_a_top_k_of_minus_1_is_off() -> None:
+    engine = simulated_engine()
+    engine.add_request(request("negative", prompt(5), 8, temperature=1.0, seed=-3, top_k=-1))
+    sampling = SamplingParams(temperature=1.0, seed=2**64 - 3, max_tokens=8, ignore_eos=True)
+    assert tokens(run(engine)["negative"]) == expected_tokens(prompt(5), sampling)
+
+
 def test_lowered_limits_hold() -> None:
     options = EngineOptions(max_seqs=2, max_seq_len=40, max_batched_tokens=8)
     engine = simulated_engine(options=options)
     device_of(engine).record = True
     assert (engine.info.max_seqs, engine.info.max_seq_len, engine.info.max_batched_tokens) == (2, 40, 8)
-    with pytest.raises(RequestError, match="allows 40"):
+    with pytest.raises(RequestError, match="together 41; a sequence may have 40"):
         engine.validate(request("long", prompt(38), 3))
     for i in range(5):
         engine.add_request(request(f"r{i}", prompt(11, i), 5))

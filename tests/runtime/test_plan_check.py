@@ -32,7 +32,7 @@ def writable_plan() -> tuple[PlanHeader, PlanArrays]:
 def check(edit: Edit) -> None:
     header, arrays = writable_plan()
     header = edit(header, arrays) or header
-    manifest = make_manifest("generic", WeightsFile("weights/model-00001.safetensors", 0, 1024, 0))
+    manifest = make_manifest("generic", (WeightsFile("weights/model-00001.safetensors", 0, 1024, 0),))
     check_plan(header, arrays, manifest, "a.engine")
 
 
@@ -231,7 +231,8 @@ def test_headers_that_do_not_fit_are_refused(edit: Edit) -> None:
         set_param("embedding.f32", "y_stride", -16),
         set_param("embedding.f32", "count", 3),
         set_param("embedding.f32", "count", -1),
-        set_param("embedding.f32", "pad", 1),
+        set_param("embedding.f32", "max_rows", 9),
+        set_param("embedding.f32", "max_rows", -1),
         set_param("kv_write.f32", "block_size", 8),
         set_param("kv_write.f32", "kv_heads", 4),
         set_param("kv_write.f32", "head_dim", 1 << 14),
@@ -270,7 +271,7 @@ def test_cpu_checks_are_left_out_for_another_kernel_abi() -> None:
     """Its structs may differ; the CPU device refuses such an engine, inspect-engine still shows it."""
     header, arrays = writable_plan()
     set_param("embedding.f32", "dim", 17)(header, arrays)
-    manifest = make_manifest("generic", WeightsFile("weights/model-00001.safetensors", 0, 1024, 0))
+    manifest = make_manifest("generic", (WeightsFile("weights/model-00001.safetensors", 0, 1024, 0),))
     target = msgspec.structs.replace(manifest.target, kernel_abi_hash="0" * 64)
     check_plan(header, arrays, msgspec.structs.replace(manifest, target=target), "a.engine")
 

@@ -67,7 +67,43 @@ def test_one_flipped_byte_in_any_member_is_named(
             assert [line for line in lines if line.startswith("FAIL")] == [
                 f"FAIL  sha256 {member.name}: differs from engine.json: the member is damaged"
             ]
-            assert lines[-1].endswith(f"failed: sha256 {member.name}")
+            assert lines[-2] == (
+                f"skip  golden: skipped, an engine with a damaged member is not run ({member.name})"
+            )
+            assert lines[-1].endswith(f"failed: sha256 {member.name}, skipped: golden")
+
+
+def test_json_says_that_golden_checks_were_skipped(
+    engine: SyntheticEngine, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flipped = bytearray(engine.path.read_bytes())
+    with EngineFile.open(engine.path) as engine_file:
+        flipped[engine_file.member_range("report.json")[0]] ^= 1
+    (tmp_path / "b.engine").write_bytes(flipped)
+    assert main([str(tmp_path / "b.engine"), "--json"]) == 1
+    result = json.loads(capsys.readouterr().out)
+    assert result["passed"] is False and "error" not in result
+    assert [check["name"] for check in result["checks"] if not check["passed"]] == [
+        "sha256 report.json",
+        "golden",
+    ]
+    assert [check["name"] for check in result["checks"] if check["skipped"]] == ["golden"]
+
+
+@pytest.mark.parametrize("damage", ["truncated", "engine.json", "absent"])
+def test_json_of_what_cannot_be_opened_is_an_object_with_the_error(
+    engine: SyntheticEngine, tmp_path: Path, damage: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = bytearray(engine.path.read_bytes())
+    if damage == "engine.json":
+        data[data.rindex(b'"synthetic"') + 2] ^= 1
+    if damage != "absent":
+        (tmp_path / "b.engine").write_bytes(data[:-1000] if damage == "truncated" else data)
+    assert main([str(tmp_path / "b.engine"), "--json"]) == 2
+    captured = capsys.readouterr()
+    result = json.loads(captured.out)
+    assert (result["passed"], result["checks"]) == (False, [])
+    assert captured.err == f"verify-engine: {result['error']}\n"
 
 
 def test_one_flipped_byte_in_engine_json_is_named(

@@ -19,7 +19,7 @@ from castiron.runtime.zip_format import WEIGHTS_ALIGNMENT
 
 
 def a_manifest() -> Manifest:
-    return make_manifest("generic", WeightsFile("weights/w.safetensors", 0, 0, 0))
+    return make_manifest("generic", (WeightsFile("weights/w.safetensors", 0, 0, 0),))
 
 
 def test_python_and_unzip_read_what_was_written(tmp_path: Path) -> None:

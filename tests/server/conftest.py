@@ -1,11 +1,10 @@
 """A tiny engine that can chat, and a scripted one behind a real HTTP server."""
 
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from commands import build
 from http_requests import HELLO
 from scripted_engine import ScriptedClient, http_server
 from small_tokenizers import CHATML
@@ -19,11 +18,7 @@ def tiny_chat_engine(tmp_path_factory: pytest.TempPathFactory, engines_folder: P
     folder = save_tiny_checkpoint(tmp_path_factory.mktemp("tiny-chat") / "tiny-chat", seed=1)
     template = CHATML.replace("<|im_start|>", "<|start|>").replace("<|im_end|>", "<|end|>")
     (folder / "chat_template.jinja").write_text(template)
-    engine = engines_folder / "tiny-chat.engine"
-    command = [sys.executable, "-m", "castiron.builder.cli", str(folder), "-o", str(engine)]
-    done = subprocess.run([*command, "--quantize", "none"], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return engine
+    return build(folder, engines_folder / "tiny-chat.engine", "--quantize", "none")
 
 
 @pytest.fixture(scope="module")

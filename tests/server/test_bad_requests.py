@@ -55,6 +55,8 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str]] = [
     ({"prompt": "a", "stream": True, "stream_options": {"what": 1}}, "stream_options.what"),
     ({"prompt": "a", "stream": "yes"}, "stream"),
     ({"prompt": "a", "seed": 1.5}, "seed"),
+    ({"prompt": "a", "seed": 2**64}, "seed"),
+    ({"prompt": "a", "seed": -(2**63) - 1, "n": 2}, "seed"),
 ]
 BAD_CHATS: list[tuple[dict[str, Any], str]] = [
     ({}, "messages"),
@@ -74,9 +76,11 @@ BAD_CHATS: list[tuple[dict[str, Any], str]] = [
     ({"messages": USER * 5000}, "messages"),
     ({"messages": [{"role": "user", "content": "a" * 300}]}, "messages"),
     ({"messages": USER, "max_tokens": 300}, "max_tokens"),
-    ({"messages": USER, "max_tokens": 5, "max_completion_tokens": 6}, "max_tokens"),
+    ({"messages": USER, "max_tokens": 5, "max_completion_tokens": 6}, "max_completion_tokens"),
+    ({"messages": USER, "max_completion_tokens": 300}, "max_completion_tokens"),
+    ({"messages": USER, "max_completion_tokens": 0}, "max_completion_tokens"),
     ({"messages": USER, "top_logprobs": 2}, "top_logprobs"),
-    ({"messages": USER, "logprobs": True, "top_logprobs": 21}, "logprobs"),
+    ({"messages": USER, "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
     ({"messages": USER, "logprobs": 5}, "logprobs"),
     ({"messages": USER, "tools": [{"type": "function"}]}, "tools"),
     ({"messages": USER, "tool_choice": "required"}, "tool_choice"),
@@ -130,6 +134,40 @@ def test_a_prompt_that_is_too_long_is_refused_with_the_counts(url: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("path", "body", "message"),
+    [
+        ("completions", {}, "prompt is missing, expected text, a list of texts, or token ids"),
+        ("completions", {"prompt": None}, "prompt is missing, expected text, a list of texts, or token ids"),
+        ("completions", {"prompt": "a", "max_token": 3}, "unknown field max_token: did you mean max_tokens?"),
+        ("chat/completions", {}, "messages is missing, expected a list of {role, content} objects"),
+        (
+            "chat/completions",
+            {"messages": [{"role": "king", "content": "x"}]},
+            "messages[0].role is 'king', expected one of system, developer, user, assistant, tool",
+        ),
+    ],
+)
+def test_a_refusal_says_what_is_expected(url: str, path: str, body: dict[str, Any], message: str) -> None:
+    assert request(url, "POST", f"/v1/{path}", body)[1]["error"]["message"] == message
+
+
+def test_a_default_number_of_tokens_never_refuses_a_prompt(url: str) -> None:
+    status, answer = request(url, "POST", "/v1/completions", {"prompt": "a" * 250})
+    assert status == 200 and answer["usage"]["completion_tokens"] <= 6
+
+
+@pytest.mark.parametrize("seed", [-1, -(2**63), 0, 2**64 - 1])
+def test_any_64_bit_seed_and_a_top_k_of_minus_1_are_taken(
+    url: str, engine: ScriptedClient, seed: int
+) -> None:
+    engine.requests.clear()
+    body = {"prompt": "a", "seed": seed, "top_k": -1, "n": 2}
+    assert request(url, "POST", "/v1/completions", body)[0] == 200
+    assert [r.sampling.seed for r in engine.requests] == [seed, (seed + 1) % 2**64]
+    assert {r.sampling.top_k for r in engine.requests} == {-1}
+
+
+@pytest.mark.parametrize(
     "data", [b"", b"{", b"[]", b'"x"', b"\xff", b"[" * 100_000, b'{"prompt": "\\ud800"}', b"null"]
 )
 def test_a_body_that_is_no_json_object_is_a_400(url: str, data: bytes) -> None:
@@ -143,8 +181,15 @@ def test_a_huge_body_is_a_413(url: str) -> None:
     assert status == 413 and "error" in answer
 
 
+PATHS = "GET /health, GET /v1/models, GET /v1/models/{name}, POST /v1/completions, POST /v1/chat/completions"
+
+
 def test_unknown_paths_and_methods_answer_in_the_same_form(url: str) -> None:
-    assert request(url, "GET", "/v1/nothing")[0] == 404
+    for method, path in (("GET", "/v1/nothing"), ("POST", "/chat/completions"), ("POST", "/v1/completions/")):
+        status, answer = request(url, method, path)
+        assert (status, set(answer["error"])) == (404, {"message", "type", "param", "code"})
+        assert answer["error"]["message"] == f"there is no {method} {path}, expected one of {PATHS}"
     status, answer = request(url, "GET", "/v1/completions")
     assert status == 405 and answer["error"]["type"] == "invalid_request_error"
+    assert answer["error"]["message"] == "/v1/completions takes POST, got GET"
     assert request(url, "GET", "/v1/models/other")[1]["error"]["code"] == "model_not_found"

@@ -7,8 +7,8 @@ import pytest
 
 import castiron
 from castiron.runtime.errors import EngineFormatError, InputError, RequestError
-from castiron.runtime.sampling_params import SamplingParams
 from castiron.server.llm import LLM
+from castiron.server.llm_sampling import SamplingParams
 
 GREEDY = SamplingParams(max_tokens=8, ignore_eos=True)
 
@@ -59,15 +59,59 @@ def test_wrong_use_is_a_named_error(llm: LLM, tiny_chat_engine: Path, tmp_path: 
     for prompt in ("", [], [[]], [-1], [307], [1.5]):
         with pytest.raises(RequestError):
             llm.generate([prompt] if prompt == [] else prompt, GREEDY)  # type: ignore[arg-type, list-item]
-    with pytest.raises(RequestError):
-        llm.chat([])
+    for messages in ([], ["hi"], {"role": "user", "content": "hi"}, [{"content": "hi"}], [{"role": "user"}]):
+        with pytest.raises(RequestError):
+            llm.chat(messages)  # type: ignore[arg-type]
     with pytest.raises(RequestError):
         llm.generate("a", SamplingParams(temperature=-1))
-    with pytest.raises(InputError, match="max_seqs"):
+    with pytest.raises(InputError, match="unknown engine option 'max_sequences': did you mean 'max_seqs'"):
         LLM(tiny_chat_engine, max_sequences=2)
+    with pytest.raises(InputError, match="`max_seqs` is 100000, the engine was built for"):
+        LLM(tiny_chat_engine, max_seqs=100000)
+    with pytest.raises(InputError, match="wrong type"):
+        LLM(tiny_chat_engine, max_seqs="2")  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="sampling_params is a dict, expected"):
+        llm.generate("a", {"temperature": 1})  # type: ignore[arg-type]
     with pytest.raises((InputError, EngineFormatError)):
         LLM(tmp_path / "none.engine")
     assert llm.generate([], GREEDY) == []
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"stops": ["x"]}, "unknown sampling parameter 'stops': did you mean 'stop'"),
+        ({"max_token": 3}, "unknown sampling parameter 'max_token': did you mean 'max_tokens'"),
+        ({"best_of": 3}, "unknown sampling parameter 'best_of', expected one of temperature, .*stop"),
+        ({"temperature": "hot"}, "temperature: expected `float`, got `str`"),
+        ({"top_p": 2}, "`top_p` is 2.0"),
+        ({"stop": [""]}, "a stop string has 0 characters"),
+        ({"stop": [5]}, "stop holds something other than strings"),
+    ],
+)
+def test_wrong_sampling_params_are_refused_when_made(fields: dict[str, object], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        SamplingParams(**fields)
+
+
+def test_stop_strings_may_come_with_the_sampling_params(llm: LLM) -> None:
+    whole = llm.generate(["a", "bcd"], GREEDY)
+    stops = [answer.text[2:4] for answer in whole]
+    each = [SamplingParams(max_tokens=8, ignore_eos=True, stop=stop) for stop in stops]
+    cut = llm.generate(["a", "bcd"], each)
+    for answer, uncut, stop in zip(cut, whole, stops, strict=True):
+        assert answer.text == uncut.text[: uncut.text.index(stop)] and answer.finish_reason == "stop"
+    both = llm.generate("a", each[0], stop=["no such text"])
+    assert both[0] == cut[0]
+    assert "stop=('" in repr(each[0]) and "max_tokens=8" in repr(each[0])
+
+
+def test_top_k_of_minus_1_is_off_and_a_negative_seed_its_twos_complement(llm: LLM) -> None:
+    def answer(**fields: int) -> str:
+        sampling = SamplingParams(temperature=2.0, max_tokens=8, ignore_eos=True, **fields)
+        return llm.generate("a", sampling)[0].text
+
+    assert answer(seed=-1, top_k=-1) == answer(seed=2**64 - 1, top_k=0) != answer(seed=1)
 
 
 def test_sampling_params_may_be_one_for_each_prompt(llm: LLM) -> None:

@@ -19,9 +19,9 @@ from pathlib import Path
 import openai
 import pytest
 
-from castiron.runtime.sampling_params import SamplingParams
 from castiron.server.cli import main
 from castiron.server.llm import LLM
+from castiron.server.llm_sampling import SamplingParams
 
 
 class Server:
