@@ -84,7 +84,7 @@ class CudaDevice:
         started = time.perf_counter()
         check_kind(engine_file)
         self.num_blocks = dict(num_blocks)
-        self.header, arrays = engine_file.plan()
+        self.header, self.plan_arrays = engine_file.plan()
         self._context = context or GpuContext()
         self._memory: dict[MemoryClass, GpuMemory] = {}
         self._pinned: list[PinnedMemory] = []
@@ -111,7 +111,7 @@ class CudaDevice:
             upload_weights(engine_file, weights.address, weights.num_bytes, self._context.handle, num_loaders)
             loaded = time.perf_counter()
             bases = {memory_class: memory.address for memory_class, memory in self._memory.items()}
-            self._plans = LinkedPlans(engine_file, self.header, arrays, bases, self._cache_bases)
+            self._plans = LinkedPlans(engine_file, self.header, self.plan_arrays, bases, self._cache_bases)
             plans = self.header.plans
             self._graphs = [self._plans.build_graph(plan) for plan in plans] if use_graphs else []
             self._replay_empty()
@@ -164,6 +164,29 @@ class CudaDevice:
         start = self._memory[MemoryClass.ARENA].address + self.header.logits_offset
         check(driver.cuMemcpyDtoH(logits.ctypes.data, start, logits.nbytes), "reading logits")
         return logits
+
+    def time_graph(self, graph: object, repeats: int) -> float:
+        """Median milliseconds of a graph on the device, over `repeats` launches, by events."""
+        timed = driver.CUevent_flags.CU_EVENT_DEFAULT
+        events = [check(driver.cuEventCreate(timed), "creating an event") for _ in range(2)]
+        milliseconds = []
+        for _ in range(repeats + 1):  # the first one warms
+            check(driver.cuEventRecord(events[0], self._stream), "recording an event")
+            check(driver.cuGraphLaunch(graph, self._stream), "launching a graph")
+            check(driver.cuEventRecord(events[1], self._stream), "recording an event")
+            check(driver.cuEventSynchronize(events[1]), "running a graph")
+            milliseconds.append(float(check(driver.cuEventElapsedTime(*events), "reading events")))
+        for event in events:
+            driver.cuEventDestroy(event)
+        return float(np.median(milliseconds[1:]))
+
+    def plan_graph(self, index: int, records: list[int] | None = None) -> object:
+        """The graph of a plan, or a new one of some of its records (positions in the plan), for profiles."""
+        assert self._plans is not None
+        if records is None:
+            return self._graphs[index]
+        start = self.header.plans[index].records_start
+        return self._plans.build_chain([start + record for record in records])
 
     def close(self) -> None:
         """Free everything. Calling it twice is fine."""

@@ -24,7 +24,6 @@ from castiron.runtime.printable import printable
 
 _PROGRAMMATIC_PORT = 1  # CU_GRAPH_KERNEL_NODE_PORT_PROGRAMMATIC
 _MAP_WORDS = 16
-_DEFAULT_SHARED_BYTES = 48 << 10  # a block gets more only if its function allows it
 _DOING = "building CUDA graphs"
 
 
@@ -52,13 +51,21 @@ class LinkedPlans:
         self._graphs: list[Any] = []
 
     def build_graph(self, plan: Plan) -> Any:
-        """An executable graph of the plan, uploaded to the device."""
+        """An executable graph of the plan."""
+        indices = list(range(plan.records_start, plan.records_start + plan.records_count))
+        return self._instantiate(indices, self._edges(plan))
+
+    def build_chain(self, indices: list[int]) -> Any:
+        """An executable graph of just these records, one after another with programmatic edges: for profiles."""
+        chain = [(index - 1, index, True) for index in range(1, len(indices))]
+        return self._instantiate(indices, chain)
+
+    def _instantiate(self, indices: list[int], edges: list[tuple[int, int, bool]]) -> Any:
+        """`edges`: (from, to, is programmatic) as positions in `indices`."""
         graph = check(driver.cuGraphCreate(0), _DOING)
-        nodes: list[Any] = []
         try:
-            for index in range(plan.records_start, plan.records_start + plan.records_count):
-                nodes.append(self._add_node(graph, index))
-            self._add_edges(graph, plan, nodes)
+            nodes = [self._add_node(graph, index) for index in indices]
+            self._add_edges(graph, nodes, edges)
             executable = check(driver.cuGraphInstantiate(graph, 0), _DOING)
         finally:
             driver.cuGraphDestroy(graph)
@@ -115,7 +122,7 @@ class LinkedPlans:
                 raise EngineFormatError(
                     f"{label} has no function {printable(kernel.entry)} ({error.name}): rebuild the engine"
                 )
-            if shared_bytes > _DEFAULT_SHARED_BYTES:
+            if shared_bytes:  # with its static memory a block may pass the 48 KiB it has without asking
                 maximum = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
                 check(driver.cuFuncSetAttribute(function, maximum, shared_bytes), f"preparing {kernel.name}")
             functions.append(function)
@@ -136,26 +143,29 @@ class LinkedPlans:
             check(driver.cuGraphKernelNodeSetAttribute(node, kind, value), _DOING)
         return node
 
-    def _add_edges(self, graph: Any, plan: Plan, nodes: list[Any]) -> None:
-        sources, targets, edges = [], [], []
-        for own, node in enumerate(nodes):
-            record = self._records[plan.records_start + own]
+    def _edges(self, plan: Plan) -> list[tuple[int, int, bool]]:
+        """The plan's dependencies, as positions in the plan."""
+        edges = []
+        for position in range(plan.records_count):
+            record = self._records[plan.records_start + position]
             start = int(record["dependencies_start"])
             is_programmatic = bool(int(record["flags"]) & RecordFlag.PDL_IN_EDGE)
-            for earlier in self._dependencies_of(start, int(record["dependencies_count"])):
-                edge = driver.CUgraphEdgeData()
-                if is_programmatic:
-                    edge.from_port = _PROGRAMMATIC_PORT
-                    edge.type = driver.CUgraphDependencyType.CU_GRAPH_DEPENDENCY_TYPE_PROGRAMMATIC
-                sources.append(nodes[earlier])
-                targets.append(node)
-                edges.append(edge)
-        if edges:
-            check(driver.cuGraphAddDependencies(graph, sources, targets, edges, len(edges)), _DOING)
+            for earlier in self._dependencies[start : start + int(record["dependencies_count"])].tolist():
+                edges.append((earlier, position, is_programmatic))
+        return edges
 
-    def _dependencies_of(self, start: int, count: int) -> list[int]:
-        values: list[int] = self._dependencies[start : start + count].tolist()
-        return values
+    def _add_edges(self, graph: Any, nodes: list[Any], edges: list[tuple[int, int, bool]]) -> None:
+        data = []
+        for _, _, is_programmatic in edges:
+            edge = driver.CUgraphEdgeData()
+            if is_programmatic:
+                edge.from_port = _PROGRAMMATIC_PORT
+                edge.type = driver.CUgraphDependencyType.CU_GRAPH_DEPENDENCY_TYPE_PROGRAMMATIC
+            data.append(edge)
+        if edges:
+            sources = [nodes[earlier] for earlier, _, _ in edges]
+            targets = [nodes[later] for _, later, _ in edges]
+            check(driver.cuGraphAddDependencies(graph, sources, targets, data, len(edges)), _DOING)
 
 
 def _with_cluster(value: Any, cluster: np.ndarray) -> Any:

@@ -16,7 +16,6 @@ from castiron.runtime.dummy_weights import (
     unit_bytes,
 )
 
-
 STORED = [("n16", scheme) for scheme in sorted(SCHEMES)]
 STORED += [("m64", scheme) for scheme in sorted(SCHEMES) if scheme not in ("f32", "f16")]
 

@@ -13,8 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from cuda.bindings import driver
-from dense_tiles import pack_dense
 from cuda_kernel_caller import NUM_TOKENS, TARGET, check, function_of, pack_params
+from dense_tiles import pack_dense
 
 from castiron.plugins_cuda.compile import compile_cubin
 from castiron.plugins_cuda.kernel_spec import CudaKernelSpec

@@ -172,7 +172,7 @@ def launch(
         attribute.value.clusterDim.x, attribute.value.clusterDim.y, attribute.value.clusterDim.z = cluster
         attributes.append(attribute)
     config.attrs, config.numAttrs = attributes, len(attributes)
-    if shared_bytes > 48 * 1024:
+    if shared_bytes:
         maximum = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         check(driver.cuFuncSetAttribute(function, maximum, shared_bytes))
     check(driver.cuLaunchKernelEx(config, function, ctypes.addressof(pointers), 0))

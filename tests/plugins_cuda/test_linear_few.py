@@ -102,6 +102,8 @@ class Case:
             f"{float((error / bound).max())} x the bound, {int((error > bound).sum())} of {error.numel()}"
         )
         relative = float(error.norm() / expected.norm())
+        if error.numel() < 100:
+            return  # a few sums may cancel: their norm says nothing
         assert relative < (3e-5 if is_exact and y.dtype == torch.float32 else 4e-3), relative
 
 
