@@ -10,7 +10,7 @@ from typing import Any
 
 from castiron.builder.background import Background
 from castiron.builder.checkpoint import Checkpoint
-from castiron.builder.choose_schemes import cache_dtype, choose_schemes
+from castiron.builder.choose_schemes import choose_schemes
 from castiron.builder.collection_paused import collection_paused
 from castiron.builder.describe_build import describe_plan_text, size_text
 from castiron.builder.dummy_tensors import dummy_tensors
@@ -18,6 +18,7 @@ from castiron.builder.dump_passes import check_dump_folder
 from castiron.builder.golden import MEMBER as GOLDEN_MEMBER
 from castiron.builder.golden import GoldenMember, compute_golden, golden_cases, why_no_golden
 from castiron.builder.graph import Program
+from castiron.builder.kernel_files import KernelFiles, compile_for_cpu, compile_for_cuda
 from castiron.builder.make_manifest import make_manifest, model_info
 from castiron.builder.memory_needs import check_fits, machine_memory_bytes, memory_needs
 from castiron.builder.model_parameters import BoundModel, bind_model
@@ -26,7 +27,7 @@ from castiron.builder.options import BuildOptions
 from castiron.builder.pack_weights import checkpoint_chunks, random_chunks, write_weights
 from castiron.builder.parameters import Parameter
 from castiron.builder.phases import Phases
-from castiron.builder.pipeline import PassResult, optimize
+from castiron.builder.pipeline import PASSES, PassResult, optimize
 from castiron.builder.plan.buckets import MIXED
 from castiron.builder.plan.planner import PlannedEngine, plan_engine
 from castiron.builder.plan.weights import WeightsLayout, layout_weights
@@ -38,11 +39,10 @@ from castiron.builder.targets import Target, resolve_target
 from castiron.builder.tokenizer import TokenizerFiles, build_tokenizer
 from castiron.builder.trace import TraceOptions, trace_forward, trace_sampler
 from castiron.builder.weight_values import LoadParameter, checkpoint_values, made_up_values
-from castiron.plugins_cpu.compile import build_library
-from castiron.plugins_cpu.layouts import LAYOUT
 from castiron.runtime.dummy_weights import MEMBER as DUMMY_MEMBER
 from castiron.runtime.dummy_weights import encode_dummy_tensors
 from castiron.runtime.engine_file_writer import EngineFileWriter
+from castiron.runtime.errors import InputError
 from castiron.runtime.manifest import Manifest, Profile, QuantizationInfo, WeightsFile
 from castiron.runtime.output_file import check_output_file
 from castiron.runtime.peak_memory import peak_memory_bytes
@@ -101,29 +101,40 @@ def build_engine(options: BuildOptions, quiet: bool = False) -> BuildResult:
     """
     phases = Phases(options.max_build_seconds, quiet)
     target = resolve_target(options.target)
+    if options.batch_invariant and not target.is_row_stable:
+        raise InputError(
+            f"--batch-invariant is not there on {target.name}, whose kernels' sums depend on the bucket: "
+            "leave it out, or build for cpu"
+        )
     if options.output is not None:
         check_output_file(options.output, ".engine", options.model)
     if options.dump_passes is not None:
         check_dump_folder(options.dump_passes)
     with ExitStack() as stack:
         opened = _open(options, target, phases, stack)
-        library = None
-        if not options.dry_run:  # compiles beside the following phases
-            library = stack.enter_context(Background(lambda _: build_library(target.level)))
-        traced = _trace(opened, phases)
+        kernels: Background[KernelFiles] | None = None
+        if target.kind == "cpu" and not options.dry_run:  # compiles beside the following phases
+            kernels = stack.enter_context(Background(lambda _: compile_for_cpu(target)))
+        traced = _trace(target, opened, phases)
         golden = None
         if not options.dry_run and options.weights == "file":
             stage0_parameters = list(traced.stage0.parameters.values())
             values = checkpoint_values(opened.checkpoint)
             golden = stack.enter_context(_start_golden(target, opened, traced, stage0_parameters, values))
         built = _plan(options, target, opened, traced, phases)
-        if library is None:
-            return _dry_run(target, opened, built, _report(options, opened, built, "none: dry run"), phases)
+        if options.dry_run:
+            report = _report(options, target, opened, built, "none: dry run")
+            return _dry_run(target, opened, built, report, phases)
+        if kernels is None:
+            planned = built.planned
+            kernels = stack.enter_context(
+                Background(lambda keep_going: compile_for_cuda(target, planned, keep_going))
+            )
         if golden is None:  # made-up weights are those of the merged parameters
             parameters = list(built.forward.parameters.values())
             values = made_up_values(parameters)
             golden = stack.enter_context(_start_golden(target, opened, traced, parameters, values))
-        return _write(options, target, opened, built, library, golden, phases)
+        return _write(options, target, opened, built, kernels, golden, phases)
 
 
 def _open(options: BuildOptions, target: Target, phases: Phases, stack: ExitStack) -> OpenedModel:
@@ -131,7 +142,7 @@ def _open(options: BuildOptions, target: Target, phases: Phases, stack: ExitStac
         checkpoint, is_alias = open_model(options.model, options.weights)
         stack.enter_context(checkpoint)
         model = bind_model(checkpoint)
-        parameters, compute = choose_schemes(model.parameters, options.quantize, options.compute)
+        parameters, compute = choose_schemes(model.parameters, options.quantize, options.compute, target)
         profile = resolve_profile(options, target, model.config)
         tokenizer = None if is_alias else build_tokenizer(checkpoint)
         notes.append(f"{model.family.name} from {checkpoint.source_format}, compute {compute}")
@@ -142,10 +153,11 @@ def _open(options: BuildOptions, target: Target, phases: Phases, stack: ExitStac
     return OpenedModel(checkpoint, model, parameters, compute, tokenizer, profile, group)
 
 
-def _trace(opened: OpenedModel, phases: Phases) -> TracedModel:
+def _trace(target: Target, opened: OpenedModel, phases: Phases) -> TracedModel:
     with phases.phase("trace") as notes, collection_paused():
         config = opened.model.config
-        traced = TraceOptions(opened.group.block_size, opened.group.table_width, cache_dtype(opened.compute))
+        dtype = target.cache_dtype(opened.compute)
+        traced = TraceOptions(opened.group.block_size, opened.group.table_width, dtype)
         forward = trace_forward(opened.model.family, config, opened.parameters, traced)
         samplers = [trace_sampler(variant, config.vocab_size) for variant in SAMPLING_VARIANTS]
         stage0 = replace(forward, model=forward.model.clone(), parameters=dict(forward.parameters))
@@ -180,11 +192,9 @@ def _plan(
 ) -> PlannedBuild:
     forward = traced.forward
     with phases.phase("optimize") as notes:
-        passes = optimize(forward, opened.compute, options.dump_passes)
+        passes = optimize(forward, opened.compute, options.dump_passes, PASSES[target.kind])
         notes.append(f"{len(forward.graph)} nodes left, {sum(p.matches for p in passes)} matches")
     with phases.phase("plan") as notes:
-        for name, parameter in forward.parameters.items():
-            forward.parameters[name] = replace(parameter, layout=LAYOUT)
         layout = layout_weights(forward.parameters.values())
         planned = plan_engine(
             forward,
@@ -195,9 +205,10 @@ def _plan(
             opened.model.config.vocab_size,
             # a finished sequence's row may still be in flight while its successor starts
             max_rows=2 * opened.profile.max_seqs,
+            chooser=target.kernel_chooser(),
         )
         needs = memory_needs(planned.header, opened.profile)
-        if options.target == "cpu":  # this very machine
+        if target.is_local:
             check_fits(needs, machine_memory_bytes())
         notes.append(f"{len(planned.arrays.records)} records, {size_text(needs.minimum)} for one sequence")
     return PlannedBuild(forward, passes, layout, planned)
@@ -217,14 +228,14 @@ def _write(
     target: Target,
     opened: OpenedModel,
     built: PlannedBuild,
-    library: Background[Path],
+    kernels: Background[KernelFiles],
     golden: Background[GoldenMember],
     phases: Phases,
 ) -> BuildResult:
     assert options.output is not None
 
     def between() -> None:
-        library.check()
+        kernels.check()
         golden.check()
         phases.check_time()
 
@@ -252,8 +263,10 @@ def _write(
                 writer.add(GOLDEN_MEMBER, golden_data)
             notes.append(golden_level)
         with phases.phase("kernels") as notes:
-            notes.append(library.result().name)
-        report = _report(options, opened, built, golden_level)
+            for name, data in kernels.result().members.items():
+                writer.add(name, data)
+            notes.append(kernels.result().note)
+        report = _report(options, target, opened, built, golden_level)
         writer.add(REPORT_MEMBER, encode_report(report))
         with phases.phase("finish") as notes:
             manifest = writer.finish(_manifest(options, target, opened, built, weights, hashes.result()))
@@ -273,7 +286,7 @@ def _special_ids(opened: OpenedModel) -> set[int]:
 
 
 def _report(
-    options: BuildOptions, opened: OpenedModel, built: PlannedBuild, golden_level: str
+    options: BuildOptions, target: Target, opened: OpenedModel, built: PlannedBuild, golden_level: str
 ) -> dict[str, Any]:
     parameters = list(built.forward.parameters.values())
     error = relative_error(opened.checkpoint, parameters) if options.weights == "file" else 0.0
@@ -286,6 +299,7 @@ def _report(
         golden_level=golden_level,
         warnings=opened.model.warnings,
         batch_invariant=options.batch_invariant,
+        row_stable=target.is_row_stable,
     )
 
 
@@ -307,7 +321,7 @@ def _manifest(
         QuantizationInfo(
             mode=options.quantize,
             compute=opened.compute,
-            cache_dtype=cache_dtype(opened.compute),
+            cache_dtype=target.cache_dtype(opened.compute),
             schemes={scheme: sizes["bytes"] for scheme, sizes in schemes.items()},
         ),
         (weights,),

@@ -4,51 +4,55 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from castiron.builder.parameters import Parameter
+from castiron.builder.targets import Target
 from castiron.models.schemes import SCHEMES
 from castiron.runtime.errors import InputError
 
 
 def choose_schemes(
-    parameters: dict[str, Parameter], quantize: str, compute: str
+    parameters: dict[str, Parameter], quantize: str, compute: str, target: Target
 ) -> tuple[dict[str, Parameter], str]:
-    """The parameters with the schemes the engine stores, and the compute mode ("f32", "bf16", "int8").
+    """The parameters with the schemes and the layout the engine stores, and the compute mode.
 
-    Vectors are always f32. Raises InputError for a compute mode the weights don't allow.
+    Vectors are always f32. Raises InputError for a compute mode the weights or the target don't allow.
     """
     matrices = [p.source_scheme for p in parameters.values() if _is_matrix(p)]
-    resolved = resolve_compute(compute, quantize, matrices)
-    return {
-        name: replace(p, scheme=stored_scheme(p.source_scheme, quantize, resolved)) if _is_matrix(p) else p
-        for name, p in parameters.items()
-    }, resolved
+    resolved = resolve_compute(compute, quantize, matrices, target)
+    chosen = {}
+    for name, parameter in parameters.items():
+        scheme = parameter.scheme
+        if _is_matrix(parameter):
+            scheme = stored_scheme(parameter.source_scheme, quantize, resolved, target)
+        chosen[name] = replace(parameter, scheme=scheme, layout=target.layout)
+    return chosen, resolved
 
 
-def cache_dtype(compute: str) -> str:
-    """What keys and values are stored as."""
-    return "f32" if compute == "f32" else "f16"
-
-
-def resolve_compute(compute: str, quantize: str, schemes: Iterable[str]) -> str:
+def resolve_compute(compute: str, quantize: str, schemes: Iterable[str], target: Target) -> str:
     """The arithmetic for matrices stored in these schemes; see BuildOptions.compute for "auto"."""
     stored = set(schemes)
     has_kept_blocks = quantize == "keep" and any(SCHEMES[scheme].is_quantized for scheme in stored)
+    if compute == "auto":
+        wanted = "int8" if has_kept_blocks else "f32" if stored == {"f32"} else "bf16"
+        return wanted if wanted in target.compute else "bf16"
+    if compute not in target.compute:
+        raise InputError(
+            f"--compute {compute} is not there on {target.name}: use {' or '.join(target.compute)} or auto"
+        )
     if compute == "int8" and not has_kept_blocks:
         raise InputError(
             "--compute int8 needs weights kept quantized, this engine's are all dense: use f32, bf16 or auto"
         )
-    if compute != "auto":
-        return compute
-    if has_kept_blocks:
-        return "int8"
-    return "f32" if stored == {"f32"} else "bf16"
+    return compute
 
 
-def stored_scheme(scheme: str, quantize: str, compute: str) -> str:
+def stored_scheme(scheme: str, quantize: str, compute: str, target: Target) -> str:
     """How the engine stores a matrix that the checkpoint stores as `scheme`."""
     if SCHEMES[scheme].is_quantized:
         if quantize == "keep":
             return scheme
         return "f32" if compute == "f32" else "bf16"
+    if target.kind == "cuda":
+        return "bf16"  # what its matrix units read
     return "bf16" if scheme == "f32" and compute == "bf16" else scheme
 
 

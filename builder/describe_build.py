@@ -21,7 +21,7 @@ def describe_plan_text(
     header = planned.header
     lines = [
         f"model      {name}",
-        f"target     {target.kind}:{target.level}, compute {compute}, cache {header.cache_tensors[0].dtype}",
+        f"target     {target.name}, compute {compute}, cache {header.cache_tensors[0].dtype}",
         f"serves     {profile.max_seqs} sequences of up to {profile.max_seq_len} tokens, "
         f"{profile.max_batched_tokens} tokens a step",
         f"memory     {size_text(needs.minimum)} for one sequence of {profile.max_seq_len} tokens: weights "
@@ -42,7 +42,7 @@ def describe_plan_text(
             f"up to {bucket.max_tokens} tokens, {bucket.max_seqs} sequences, {bucket.max_logits} logits, "
             f"{bucket.max_query_len} tokens a query"
         )
-    lines.append("kernels (launches of one forward and its sampling)")
+    lines.append("kernels (launches over all plans)")
     lines += [f"  {kernel:<24}{use.launches:>6}" for kernel, use in planned.kernels.items()]
     return "\n".join(lines)
 

@@ -7,9 +7,9 @@ import numpy as np
 
 from castiron.builder.checkpoint.dequantize import dequantize
 from castiron.builder.parameters import Parameter
+from castiron.builder.plan.layouts import layout_of
 from castiron.builder.plan.weights import WeightsLayout
 from castiron.models.schemes import SCHEMES
-from castiron.plugins_cpu.layouts import PANEL_ROWS, packed_bytes, row_bytes, unpack
 from castiron.runtime.dummy_weights import DummyTensor, dummy_chunks
 
 _NORM_SPREAD = 0.3  # norm weights are 1 +- this: a dropped one shows
@@ -21,13 +21,14 @@ def dummy_tensor(parameter: Parameter, weights_offset: int) -> DummyTensor:
     """How to make up a parameter that isn't a constant, in its layout."""
     assert parameter.constant is None
     scheme = SCHEMES[parameter.scheme]
+    layout = layout_of(parameter)
     if len(parameter.shape) == 1:
         is_bias = parameter.name.endswith(".bias")
-        num_bytes = row_bytes(parameter.scheme, parameter.shape[0])
+        num_bytes = layout.row_bytes(parameter.scheme, parameter.shape[0])
         mean, spread = (0.0, _BIAS_SPREAD) if is_bias else (1.0, _NORM_SPREAD)
         return DummyTensor(parameter.name, weights_offset, num_bytes, scheme.name, mean, spread)
     n, k = parameter.shape
-    num_bytes = packed_bytes(scheme.name, n, k)
+    num_bytes = layout.packed_bytes(scheme.name, n, k)
     deviation = 1 / math.sqrt(k)
     if not scheme.is_quantized:
         return DummyTensor(
@@ -42,8 +43,9 @@ def dummy_tensor(parameter: Parameter, weights_offset: int) -> DummyTensor:
         element="codes",
         mean=scale,
         amplitude=scale * _SCALE_SPREAD,
-        unit_bytes=PANEL_ROWS * scheme.block_bytes,
+        unit_bytes=layout.unit_bytes(scheme.name),
         minimum_factor=minimum_factor,
+        scales_per_unit=layout.scales_per_unit(scheme.name),
     )
 
 
@@ -59,7 +61,7 @@ def dummy_values(parameter: Parameter) -> np.ndarray:
     if len(parameter.shape) == 1:
         return dequantize(parameter.scheme, packed.reshape(1, -1), parameter.shape[0]).reshape(-1)
     n, k = parameter.shape
-    return dequantize(parameter.scheme, unpack(parameter.scheme, packed, n, k), k)
+    return dequantize(parameter.scheme, layout_of(parameter).unpack(parameter.scheme, packed, n, k), k)
 
 
 def _code_statistics(name: str) -> tuple[float, float]:

@@ -48,7 +48,7 @@ def run(
                         del values[used]
             for output, result in zip(node.outputs, results, strict=True):
                 if remaining[output]:
-                    values[output] = result
+                    values[output] = _stored(output, result)
     return {g.name_of(output): values[output] for output in program.graph.outputs}
 
 
@@ -58,6 +58,13 @@ def _count_uses(program: g.Program) -> Counter[ir.Value]:
         uses.update(value for value in node.inputs if value is not None)
     uses.update(program.graph.outputs)
     return uses
+
+
+def _stored(value: ir.Value, result: torch.Tensor) -> torch.Tensor:
+    """The result as a later op reads it: rounded where the graph keeps it in bfloat16."""
+    if value.dtype == ir.DataType.BFLOAT16 and result.dtype == torch.float32:
+        return result.to(torch.bfloat16).float()
+    return result
 
 
 def _checked_input(value: ir.Value, tensor: torch.Tensor) -> torch.Tensor:

@@ -67,12 +67,15 @@ def make_manifest(
         format_minor=FORMAT_MINOR,
         step_abi_version=STEP_ABI_VERSION,
         model=model,
-        target=TargetInfo(target.kind, target.level, abi_hash()),
+        # a CUDA engine brings its kernels, and with them what they take
+        target=TargetInfo(
+            target.kind, target.level, abi_hash() if target.kind == "cpu" else "", target.requirements
+        ),
         profile=profile,
         quantization=quantization,
         weights=weights,
         weights_source=weights_source,
-        row_stable=True,  # every CPU kernel keeps a token's order of operations
+        row_stable=target.is_row_stable,
         features=FEATURES,
         provenance=Provenance(
             castiron_version=castiron.__version__,

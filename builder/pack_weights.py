@@ -8,9 +8,9 @@ from castiron.builder.checkpoint import Checkpoint
 from castiron.builder.checkpoint.parameter_data import read_parameter_rows
 from castiron.builder.dummy_tensors import dummy_tensor
 from castiron.builder.parameters import Parameter
+from castiron.builder.plan.layouts import layout_of
 from castiron.builder.plan.weights import WeightsLayout, parameter_bytes
 from castiron.builder.safetensors_writer import encode_header
-from castiron.plugins_cpu.layouts import PANEL_ROWS, pack, row_bytes
 from castiron.runtime.dummy_weights import dummy_chunks
 from castiron.runtime.engine_file_writer import EngineFileWriter
 from castiron.runtime.errors import WorkFailedError
@@ -32,10 +32,12 @@ def checkpoint_chunks(checkpoint: Checkpoint) -> PackedChunks:
             yield read_parameter_rows(checkpoint, parameter, 0, 1).reshape(-1)
             return
         n, k = parameter.shape
-        panels = max(1, SLICE_BYTES // (row_bytes(parameter.scheme, k) * PANEL_ROWS))
-        for start in range(0, n, panels * PANEL_ROWS):
-            rows = read_parameter_rows(checkpoint, parameter, start, min(n, start + panels * PANEL_ROWS))
-            yield pack(parameter.scheme, rows, k)
+        layout = layout_of(parameter)
+        panel_bytes = layout.row_bytes(parameter.scheme, k) * layout.ROWS_TOGETHER
+        num_rows = max(1, SLICE_BYTES // panel_bytes) * layout.ROWS_TOGETHER
+        for start in range(0, n, num_rows):
+            rows = read_parameter_rows(checkpoint, parameter, start, min(n, start + num_rows))
+            yield layout.pack(parameter.scheme, rows, k)
 
     return chunks
 

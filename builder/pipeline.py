@@ -15,12 +15,13 @@ from castiron.builder.passes.fuse_silu_mul import fuse_silu_mul
 from castiron.builder.passes.hoist_logit_gather import hoist_logit_gather
 from castiron.builder.passes.lower_linear_int8 import lower_linear_int8
 from castiron.builder.passes.merge_linears import merge_linears
+from castiron.builder.passes.narrow_activations import narrow_activations
 from castiron.builder.passes.remove_dead_code import remove_dead_code
 from castiron.builder.verify_graph import verify_graph
 
 Pass = Callable[[Program, PassContext], int]
 
-PASSES: tuple[Pass, ...] = (
+_COMMON: tuple[Pass, ...] = (
     # the same work only once, and only what is asked for
     eliminate_common_subexpressions,
     remove_dead_code,
@@ -30,12 +31,17 @@ PASSES: tuple[Pass, ...] = (
     fuse_silu_mul,
     fuse_add_rms_norm,
     fuse_rope_kv_write,
+)
+CPU_PASSES: tuple[Pass, ...] = (
+    *_COMMON,
     # int8 arithmetic
     lower_linear_int8,
     fuse_quantize,
     # what the others left over
     remove_dead_code,
 )
+CUDA_PASSES: tuple[Pass, ...] = (*_COMMON, remove_dead_code, narrow_activations)
+PASSES = {"cpu": CPU_PASSES, "cuda": CUDA_PASSES}  # by kind of target
 
 
 @dataclass(frozen=True)
@@ -52,7 +58,7 @@ def optimize(
     program: Program,
     compute: str,
     dump_passes: Path | None = None,
-    passes: Sequence[Pass] = PASSES,
+    passes: Sequence[Pass] = CPU_PASSES,
     on_stage: Callable[[str, Program], None] | None = None,
 ) -> list[PassResult]:
     """Run the passes on the program in place, verifying it after each.

@@ -2,10 +2,15 @@
 
 import importlib.resources
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from castiron.builder.plan.buckets import ladder_buckets, top_buckets
+from castiron.builder.plan.kernel_choice import KernelChooser
+from castiron.models.kernel_spec import KernelSpec
+from castiron.plugins_cpu.specs import SPECS as CPU_SPECS
+from castiron.plugins_cuda.specs import SPECS as CUDA_SPECS
 from castiron.runtime.devices import kernel_library
 from castiron.runtime.errors import InputError
 from castiron.runtime.manifest import Profile
@@ -15,41 +20,67 @@ _LADDERS: dict[str, Callable[[Profile], list[tuple[str, Bucket]]]] = {
     "top": top_buckets,
     "full": ladder_buckets,
 }
+_SPECS: dict[str, Mapping[str, KernelSpec]] = {"cpu": CPU_SPECS, "cuda": CUDA_SPECS}
+# cache dtype of each compute mode
+_CACHE_DTYPES = {"cpu": {"f32": "f32", "bf16": "f16", "int8": "f16"}, "cuda": {"bf16": "bf16"}}
 
 
 @dataclass(frozen=True)
 class Target:
     """One kind of hardware."""
 
-    kind: str  # "cpu"
-    level: str  # one of kernel_library.LEVELS
-    is_local: bool  # this machine can run it
+    name: str  # "cpu:amx", "sm_90"
+    kind: str  # "cpu" or "cuda"
+    level: str  # cpu: one of kernel_library.LEVELS; cuda: "sm_90"
+    is_local: bool  # this machine can run it, and is what was asked for
+    layout: str  # of packed weights
+    compute: tuple[str, ...]  # modes it has kernels for
     block_size: int  # tokens a KV block holds
     max_seqs: int  # defaults of the profile
     max_seq_len: int
     max_batched_tokens: int
     bucket_ladder: str
+    num_sms: int  # multiprocessors kernels are launched for; 0 on the CPU
+    requirements: dict[str, Any]  # what the device must have, checked at load
 
     def buckets(self, profile: Profile) -> list[tuple[str, Bucket]]:
         """The (ladder, bucket) pairs plans are made for."""
         return _LADDERS[self.bucket_ladder](profile)
 
+    def cache_dtype(self, compute: str) -> str:
+        """What keys and values are stored as."""
+        return _CACHE_DTYPES[self.kind][compute]
+
+    def kernel_chooser(self) -> KernelChooser:
+        """Chooses among the target's kernels."""
+        return KernelChooser(_SPECS[self.kind].values(), self.num_sms, self.name)
+
+    @property
+    def is_row_stable(self) -> bool:
+        """Whether a token's result never depends on batch, bucket or chunking."""
+        return self.kind == "cpu"
+
 
 def resolve_target(name: str) -> Target:
-    """The target called "cpu" (this machine's best level) or "cpu:LEVEL".
+    """The target called "cpu" (this machine's best level), "cpu:LEVEL" or "sm_90".
 
-    Raises InputError for a name that isn't known or has no kernels yet.
+    Raises InputError for a name that isn't known or has no kernels.
     """
-    kind, _, level = name.partition(":")
-    if kind.startswith("sm_") or kind == "cuda":
-        raise InputError(f"target {name}: there are no CUDA kernels yet, expected cpu or cpu:LEVEL")
-    if kind != "cpu":
-        levels = ", ".join(kernel_library.LEVELS)
-        raise InputError(f"unknown target {name!r}, expected cpu or cpu:LEVEL with one of {levels}")
-    best = kernel_library.best_level()
-    if ":" in name:
-        kernel_library.check_level(level)
-    else:
-        level = best
     defaults = json.loads(importlib.resources.files("castiron.configs").joinpath("targets.json").read_text())
-    return Target(kind=kind, level=level, is_local=kernel_library.supports(level), **defaults[kind])
+    kind, _, level = name.partition(":")
+    if kind == "cpu":
+        if ":" in name:
+            kernel_library.check_level(level)
+        level = level or kernel_library.best_level()
+        is_local = name == "cpu"
+        name = f"cpu:{level}"
+    elif name in defaults:
+        level, is_local = name, False
+    else:
+        known = ", ".join(target for target in defaults if target != "cpu")
+        levels = ", ".join(kernel_library.LEVELS)
+        raise InputError(f"unknown target {name!r}, expected cpu, cpu:LEVEL with one of {levels}, or {known}")
+    values = defaults[kind]
+    return Target(
+        name=name, level=level, is_local=is_local, **{**values, "compute": tuple(values["compute"])}
+    )

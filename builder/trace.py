@@ -37,6 +37,7 @@ _DTYPES = {
     "uint64": torch.uint64,
     "f32": torch.float32,
     "f16": torch.float16,
+    "bf16": torch.bfloat16,
     "i32": torch.int32,
 }
 
@@ -47,7 +48,7 @@ class TraceOptions:
 
     block_size: int  # tokens a cache block holds
     table_width: int  # blocks a sequence may own
-    cache_dtype: str  # "f32" or "f16"
+    cache_dtype: str  # "f32", "f16" or "bf16"
 
 
 @dataclass(frozen=True)

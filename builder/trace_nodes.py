@@ -26,6 +26,7 @@ from castiron.runtime.errors import WorkFailedError
 _DATA_TYPES = {
     torch.float32: ir.DataType.FLOAT,
     torch.float16: ir.DataType.FLOAT16,
+    torch.bfloat16: ir.DataType.BFLOAT16,
     torch.int8: ir.DataType.INT8,
     torch.int32: ir.DataType.INT32,
     torch.int64: ir.DataType.INT64,

@@ -15,6 +15,8 @@ _SIZES = {"num_tokens": 23, "num_seqs": 11, "num_logits": 5, "num_blocks": 31, "
 _DTYPES = {
     ir.DataType.FLOAT: torch.float32,
     ir.DataType.FLOAT16: torch.float16,
+    # narrow_activations states a float32 result as bfloat16: it is rounded when it is stored
+    ir.DataType.BFLOAT16: torch.float32,
     ir.DataType.INT8: torch.int8,
     ir.DataType.INT32: torch.int32,
     ir.DataType.INT64: torch.int64,

@@ -16,8 +16,9 @@ from collections.abc import Callable
 
 import numpy as np
 
+from castiron.models.kernel_spec import TYPE_CODES
 from castiron.plugins_cpu.compile import build_library
-from castiron.plugins_cpu.specs import SPECS, TYPE_CODES
+from castiron.plugins_cpu.specs import SPECS
 from castiron.runtime.devices import kernel_library
 from castiron.runtime.plan_format import RecordFlag
 from castiron.runtime.step_abi import HEADER_WORDS

@@ -21,10 +21,11 @@ from pathlib import Path
 
 import numpy as np
 
+from castiron.models.kernel_spec import TYPE_CODES
 from castiron.models.schemes import QUANTIZED_SCHEMES, SCHEMES
 from castiron.plugins_cpu import layouts
 from castiron.plugins_cpu.compile import build_library
-from castiron.plugins_cpu.specs import SPECS, TYPE_CODES
+from castiron.plugins_cpu.specs import SPECS
 from castiron.runtime.devices import kernel_library
 from castiron.runtime.devices.cpu_library import CI_RECORD_DTYPE, CpuLibrary
 from castiron.runtime.errors import CastironError, InputError

@@ -32,6 +32,7 @@ from castiron.models.schemes import SCHEMES
 
 LAYOUT = "n16"  # kWeightLayout of abi.h; renamed there and here when packed bytes change
 PANEL_ROWS = 16
+ROWS_TOGETHER = PANEL_ROWS  # slices of rows are packed from multiples of this
 _BLOCK_32 = 32  # k covered by one set of code planes
 _STRIP_BYTES = 1 << 19  # packed at a time
 
@@ -58,6 +59,16 @@ def row_bytes(scheme: str, k: int) -> int:
             f"{scheme} row has {k} elements, expected a positive multiple of {record.block_size}"
         )
     return k // record.block_size * record.block_bytes
+
+
+def unit_bytes(scheme: str) -> int:
+    """Bytes of the repeating unit of a packed quantized weight: one block of each of a panel's rows."""
+    return PANEL_ROWS * SCHEMES[scheme].block_bytes
+
+
+def scales_per_unit(scheme: str) -> int:
+    """f16 scales a unit begins with; as many minimums follow in schemes that have them."""
+    return PANEL_ROWS
 
 
 def packed_bytes(scheme: str, n: int, k: int) -> int:

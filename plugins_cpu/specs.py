@@ -1,52 +1,15 @@
 """CPU kernels as data: which op and scheme each one computes, and how its parameter struct is filled.
 
-A parameter is "name:type:binding", in the order of the struct in abi.h. Types: p (address, 8 bytes),
-l (int64), i (int32), f (float32). Bindings:
-    inN.ptr / outN.ptr      address of the node's N-th input / output (inN.ptr? = 0 when absent)
-    inN.stride0             elements between rows (dim 0) of its view
-    inN.dimD                size of dim D, a known integer or max_rows
-    inN.count               which live count (Count in abi.h) dim 0 is
-    attr.NAME               the node's attribute
-    zero                    padding
-`scheme` of a template spec is the weight's, `cache_dtype` the cache's; a kernel's name is
-"op", "op.scheme" or "op.cache_dtype".
+Parameters and bindings: models/kernel_spec.py. `scheme` of a template spec is the weight's, `cache_dtype` the
+cache's; a kernel's name is "op", "op.scheme" or "op.cache_dtype".
 """
 
-from dataclasses import dataclass
-
+from castiron.models.kernel_spec import KernelSpec
+from castiron.models.kernel_spec import parameters as _parameters
 from castiron.models.schemes import DENSE_SCHEMES, QUANTIZED_SCHEMES
 
-TYPE_CODES = {"p": "Q", "l": "q", "i": "i", "f": "f"}  # struct module codes
 CACHE_DTYPES = ("f32", "f16")
 Q8_GROUP = 32  # activations sharing a scale in the *_q8 kernels
-
-
-@dataclass(frozen=True)
-class Parameter:
-    name: str
-    type: str  # key of TYPE_CODES
-    binding: str
-
-
-@dataclass(frozen=True)
-class KernelSpec:
-    """One kernel of the library. `weight_input` is the input that must be packed as `scheme`; -1 = none."""
-
-    name: str
-    op: str
-    parameters: tuple[Parameter, ...]
-    params_struct: str  # in abi.h
-    scheme: str = ""
-    cache_dtype: str = ""
-    weight_input: int = -1
-    dense_inputs: tuple[int, ...] = ()  # inputs and
-    dense_outputs: tuple[int, ...] = ()  # outputs that must be contiguous
-    k_multiple: int = 1  # the weight's k must be a multiple of this
-
-
-def _parameters(text: str) -> tuple[Parameter, ...]:
-    return tuple(Parameter(*item.split(":")) for item in text.split())
-
 
 _STRIDED_NORM = (
     "x_stride:l:in0.stride0 y_stride:l:out0.stride0 "

@@ -16,7 +16,6 @@ MEMBER = "dummy_weights.json"
 COUNTER_BYTES = 32  # random bytes one counter value gives
 CHUNK_BYTES = 4 << 20
 MAX_UNIT_BYTES = 1 << 16
-SCALES_PER_UNIT = 16  # rows of a panel
 
 _ITEMSIZES = {"f32": 4, "f16": 2, "bf16": 2, "codes": 1}
 
@@ -25,8 +24,8 @@ class DummyTensor(msgspec.Struct, frozen=True):
     """One parameter to make up.
 
     Dense elements are mean + amplitude * u, u uniform in [-1, 1) with 16 bits. Of "codes", every unit is
-    random bytes that begin with 16 f16 scales = mean + amplitude * u and, where minimum_factor isn't 0,
-    16 f16 minimums = minimum_factor * scale.
+    random bytes that begin with `scales_per_unit` f16 scales = mean + amplitude * u and, where minimum_factor
+    isn't 0, as many f16 minimums = minimum_factor * scale.
     """
 
     name: str
@@ -37,6 +36,7 @@ class DummyTensor(msgspec.Struct, frozen=True):
     amplitude: float
     unit_bytes: int = COUNTER_BYTES  # of "codes"; a multiple of 32
     minimum_factor: float = 0.0
+    scales_per_unit: int = 16
 
 
 def encode_dummy_tensors(tensors: Iterable[DummyTensor]) -> bytes:
@@ -53,7 +53,8 @@ def decode_dummy_tensors(data: bytes, weights_bytes: int) -> tuple[DummyTensor, 
     for tensor in tensors:
         if tensor.element not in _ITEMSIZES:
             raise ValueError(f"dummy tensor {tensor.name[:80]} has elements of {tensor.element!r:.80}")
-        is_unit = 64 <= tensor.unit_bytes <= MAX_UNIT_BYTES if tensor.element == "codes" else True
+        smallest = 4 * tensor.scales_per_unit
+        is_unit = 0 < smallest <= tensor.unit_bytes <= MAX_UNIT_BYTES if tensor.element == "codes" else True
         if not is_unit or tensor.unit_bytes % COUNTER_BYTES or tensor.num_bytes % unit_bytes(tensor):
             raise ValueError(f"dummy tensor {tensor.name[:80]} isn't made of whole units")
         end = tensor.weights_offset + tensor.num_bytes
@@ -91,12 +92,13 @@ def dummy_units(tensor: DummyTensor, first: int, count: int) -> np.ndarray:
         return _dense(tensor, _random_bytes(tensor.name, 2 * first, 2 * count).view("<u2"))
     unit = tensor.unit_bytes
     packed = _random_bytes(tensor.name, first * unit, count * unit).reshape(count, unit)
-    header = packed[:, : 4 * SCALES_PER_UNIT].view("<u2")
-    scales = (tensor.mean + tensor.amplitude * _uniform(header[:, :SCALES_PER_UNIT])).astype("<f2")
-    header[:, :SCALES_PER_UNIT] = scales.view("<u2")
+    num_scales = tensor.scales_per_unit
+    header = packed[:, : 4 * num_scales].view("<u2")
+    scales = (tensor.mean + tensor.amplitude * _uniform(header[:, :num_scales])).astype("<f2")
+    header[:, :num_scales] = scales.view("<u2")
     if tensor.minimum_factor:
         minimums = (scales.astype(np.float32) * np.float32(tensor.minimum_factor)).astype("<f2")
-        header[:, SCALES_PER_UNIT:] = minimums.view("<u2")
+        header[:, num_scales:] = minimums.view("<u2")
     return packed.reshape(-1)
 
 

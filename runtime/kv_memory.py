@@ -6,15 +6,20 @@ from castiron.runtime.memory import block_bytes
 from castiron.runtime.plan_format import PlanHeader
 
 FREE_MEMORY_SHARE = 0.5  # of what is free after the weights; blocks that were never used cost nothing
+GPU_FREE_MEMORY_SHARE = 0.9  # a GPU serves one engine as a rule, and its memory is taken at load
 _MIB = 1 << 20
 
 
 def choose_num_blocks(
-    header: PlanHeader, limits: ServingLimits, kv_memory_bytes: int | None, free_bytes: int | None
+    header: PlanHeader,
+    limits: ServingLimits,
+    kv_memory_bytes: int | None,
+    free_bytes: int | None,
+    free_share: float = FREE_MEMORY_SHARE,
 ) -> dict[str, int]:
     """Cache group -> blocks.
 
-    `kv_memory_bytes` None takes what `limits` can use, at most FREE_MEMORY_SHARE of `free_bytes` (bytes free
+    `kv_memory_bytes` None takes what `limits` can use, at most `free_share` of `free_bytes` (bytes free
     once the weights are loaded; None: unknown). Groups share the memory in proportion to what the limits can
     use. Raises InputError if not even one block of each group fits, EngineTargetError if more than
     `free_bytes` is asked for.
@@ -30,7 +35,7 @@ def choose_num_blocks(
     if kv_memory_bytes is None:
         budget = usable_bytes
         if free_bytes is not None:
-            budget = min(budget, max(0, int(free_bytes * FREE_MEMORY_SHARE)))
+            budget = min(budget, max(0, int(free_bytes * free_share)))
     else:
         budget = kv_memory_bytes
         if free_bytes is not None and budget > free_bytes:

@@ -5,13 +5,13 @@ import time
 from dataclasses import dataclass
 
 from castiron.runtime.devices.base import Device
-from castiron.runtime.devices.cpu import CpuDevice
 from castiron.runtime.engine_file import EngineFile
 from castiron.runtime.engine_options import EngineOptions, ServingLimits, resolve_limits
-from castiron.runtime.errors import EngineTargetError
-from castiron.runtime.kv_memory import choose_num_blocks
+from castiron.runtime.errors import InputError
+from castiron.runtime.kv_memory import GPU_FREE_MEMORY_SHARE, choose_num_blocks
 from castiron.runtime.manifest import Manifest
 from castiron.runtime.memory import available_memory, memory_needed
+from castiron.runtime.plan_format import PlanHeader
 
 
 @dataclass(frozen=True)
@@ -33,14 +33,44 @@ def load_engine(path: str | os.PathLike[str], options: EngineOptions) -> LoadedE
         limits = resolve_limits(options, manifest.profile)
         header, _ = engine_file.plan()
         load_plan_s = time.perf_counter() - start_s
-        if manifest.target.kind != "cpu":
-            raise EngineTargetError(
-                f"{engine_file.path} was built for {manifest.target.kind} {manifest.target.level}, this "
-                f"runtime runs cpu engines: rebuild it with build-engine --target cpu"
-            )
-        free_bytes = available_memory()
-        if free_bytes is not None:
-            free_bytes -= memory_needed(manifest, header, {group.name: 0 for group in header.cache_groups})
-        num_blocks = choose_num_blocks(header, limits, options.kv_memory_bytes, free_bytes)
-        device = CpuDevice(engine_file, num_blocks=num_blocks, num_threads=options.num_threads)
+        load = _load_on_gpu if manifest.target.kind == "cuda" else _load_on_cpu
+        device = load(engine_file, header, limits, options)
     return LoadedEngine(manifest, device, limits, device.num_threads, load_plan_s)
+
+
+def open_device(
+    engine_file: EngineFile, num_blocks: dict[str, int], num_threads: int | None = None
+) -> Device:
+    """The engine on the device it was built for, with that many blocks of each cache group."""
+    if engine_file.manifest.target.kind == "cuda":
+        from castiron.runtime.devices.cuda import CudaDevice
+
+        return CudaDevice(engine_file, num_blocks)
+    from castiron.runtime.devices.cpu import CpuDevice
+
+    return CpuDevice(engine_file, num_blocks, num_threads)
+
+
+def _load_on_cpu(
+    engine_file: EngineFile, header: PlanHeader, limits: ServingLimits, options: EngineOptions
+) -> Device:
+    free_bytes = available_memory()
+    if free_bytes is not None:
+        no_blocks = {group.name: 0 for group in header.cache_groups}
+        free_bytes -= memory_needed(engine_file.manifest, header, no_blocks)
+    num_blocks = choose_num_blocks(header, limits, options.kv_memory_bytes, free_bytes)
+    return open_device(engine_file, num_blocks, options.num_threads)
+
+
+def _load_on_gpu(
+    engine_file: EngineFile, header: PlanHeader, limits: ServingLimits, options: EngineOptions
+) -> Device:
+    from castiron.runtime.devices.cuda import CudaDevice, GpuContext, free_gpu_memory
+
+    if options.num_threads is not None:
+        raise InputError("num_threads is for engines on the CPU, this one runs on a GPU: leave it out")
+    context = GpuContext()
+    num_blocks = choose_num_blocks(
+        header, limits, options.kv_memory_bytes, free_gpu_memory(context, header), GPU_FREE_MEMORY_SHARE
+    )
+    return CudaDevice(engine_file, num_blocks, context)

@@ -97,6 +97,7 @@ class Kernel(msgspec.Struct, frozen=True):
     name: str
     params_bytes: int
     member: str = ""  # engine member holding the cubin; "" = the CPU kernel library
+    entry: str = ""  # function in the cubin
 
 
 class CacheTensor(msgspec.Struct, frozen=True):

@@ -5,10 +5,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from castiron.runtime.devices.cpu import CpuDevice
+from castiron.runtime.devices.base import Device
 from castiron.runtime.engine_file import EngineFile
 from castiron.runtime.golden import GOLDEN_MEMBER, Comparison, GoldenCase, compare, read_golden
 from castiron.runtime.golden_forward import blocks_needed, sequence_logits
+from castiron.runtime.load_engine import open_device
 
 MAX_DECODED = 8  # tokens a case that go through the decode plan in the second pass
 
@@ -64,7 +65,7 @@ def _verify_golden(engine_file: EngineFile, num_threads: int | None) -> list[Che
     cases = read_golden(engine_file)
     header, _ = engine_file.plan()
     longest = max(len(case.token_ids) for case in cases)
-    device = CpuDevice(engine_file, blocks_needed(header, longest), num_threads)
+    device = open_device(engine_file, blocks_needed(header, longest), num_threads)
     try:
         compute = engine_file.manifest.quantization.compute
         prefilled = [(case, sequence_logits(device, case.token_ids, case.rows, 0)) for case in cases]
@@ -77,7 +78,7 @@ def _verify_golden(engine_file: EngineFile, num_threads: int | None) -> list[Che
     ]
 
 
-def _decoded_logits(device: CpuDevice, case: GoldenCase) -> tuple[GoldenCase, np.ndarray]:
+def _decoded_logits(device: Device, case: GoldenCase) -> tuple[GoldenCase, np.ndarray]:
     """The case again, its last tokens one a step through the decode plan."""
     num_decoded = min(MAX_DECODED, len(case.token_ids))
     return case, sequence_logits(device, case.token_ids, case.rows, num_decoded)

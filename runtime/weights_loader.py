@@ -1,42 +1,74 @@
-"""Reads an engine's weights straight into the memory class they are used from."""
+"""Where an engine's weights come from, in chunks that threads can fill: read from the file, or made up."""
 
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 import numpy as np
 
 from castiron.runtime.dummy_weights import MEMBER as DUMMY_MEMBER
-from castiron.runtime.dummy_weights import DummyTensor, decode_dummy_tensors, fill_dummy_weights
+from castiron.runtime.dummy_weights import DummyTensor, decode_dummy_tensors, dummy_units, unit_bytes
 from castiron.runtime.engine_file import EngineFile
 from castiron.runtime.errors import EngineFormatError
 
 CHUNK_BYTES = 4 << 20  # one pread; reads of several threads overlap with each other's page faults
 
 
-def load_weights(engine_file: EngineFile, target: np.ndarray, num_threads: int) -> None:
-    """Fill `target` (uint8, the weights class) from the weights members, or make dummy weights up.
+@dataclass(frozen=True)
+class WeightChunk:
+    """A piece of memory class `weights`; `fill` writes it into a uint8 array of `num_bytes`."""
 
-    Padding between parts stays as it is (zero). Raises EngineFormatError for a damaged file.
+    offset: int  # bytes, in memory class `weights`
+    num_bytes: int
+    fill: Callable[[np.ndarray], None]
+
+
+def weight_chunks(engine_file: EngineFile, weights_bytes: int) -> list[WeightChunk]:
+    """All weights of the engine, each chunk at most CHUNK_BYTES. What no chunk covers is padding.
+
+    Raises EngineFormatError for a damaged file, as `fill` does. The file must stay open while chunks are filled.
     """
+    chunks = list(_read_chunks(engine_file))
+    if engine_file.manifest.weights_source == "dummy":  # the file holds computed tables only
+        for tensor in _dummy_tensors(engine_file, weights_bytes):
+            chunks += _made_up_chunks(tensor)
+    return chunks
+
+
+def load_weights(engine_file: EngineFile, target: np.ndarray, num_threads: int) -> None:
+    """Fill `target` (uint8, the weights class). Padding stays as it is (zero)."""
+
+    def fill(chunk: WeightChunk) -> None:
+        chunk.fill(target[chunk.offset : chunk.offset + chunk.num_bytes])
+
     with ThreadPoolExecutor(max(1, num_threads), thread_name_prefix="castiron-weights") as pool:
-        tasks = [pool.map(lambda read: engine_file.read_into(*read), _reads(engine_file, target.data))]
-        if engine_file.manifest.weights_source == "dummy":  # the file holds computed tables only
-            tensors = _dummy_tensors(engine_file, target.nbytes)
-            tasks.append(pool.map(lambda tensor: fill_dummy_weights((tensor,), target), tensors))
-        for done in tasks:
-            for _ in done:  # raises what a thread raised
-                pass
+        for _ in pool.map(fill, weight_chunks(engine_file, target.nbytes)):  # raises what a thread raised
+            pass
 
 
-def _reads(engine_file: EngineFile, target: memoryview) -> list[tuple[int, memoryview]]:
-    """(offset in the file, where it goes) of all weights, in chunks."""
-    reads = []
+def _read_chunks(engine_file: EngineFile) -> Iterator[WeightChunk]:
     for part in engine_file.manifest.weights:
         start = engine_file.member_range(part.member)[0] + part.data_offset
         for done in range(0, part.data_bytes, CHUNK_BYTES):
             size = min(CHUNK_BYTES, part.data_bytes - done)
-            into = target[part.weights_offset + done : part.weights_offset + done + size]
-            reads.append((start + done, into))
-    return reads
+
+            def fill(target: np.ndarray, file_offset: int = start + done) -> None:
+                engine_file.read_into(file_offset, target.data)
+
+            yield WeightChunk(part.weights_offset + done, size, fill)
+
+
+def _made_up_chunks(tensor: DummyTensor) -> Iterator[WeightChunk]:
+    unit = unit_bytes(tensor)
+    step = max(1, CHUNK_BYTES // unit)
+    num_units = tensor.num_bytes // unit
+    for first in range(0, num_units, step):
+        count = min(step, num_units - first)
+
+        def fill(target: np.ndarray, first: int = first, count: int = count) -> None:
+            target[:] = dummy_units(tensor, first, count)
+
+        yield WeightChunk(tensor.weights_offset + first * unit, count * unit, fill)
 
 
 def _dummy_tensors(engine_file: EngineFile, weights_bytes: int) -> tuple[DummyTensor, ...]:

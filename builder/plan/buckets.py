@@ -12,7 +12,7 @@ DECODE, MIXED = "decode", "mixed"
 
 
 def decode_bucket(max_seqs: int, max_tokens: int) -> Bucket:
-    """A bucket of steps in which every sequence has 1 to MAX_DECODE_QUERY_LEN tokens."""
+    """A bucket of steps in which a sequence has 1 to MAX_DECODE_QUERY_LEN tokens."""
     return Bucket(
         max_tokens=max_tokens,
         max_seqs=max_seqs,
@@ -38,13 +38,12 @@ def top_buckets(profile: Profile) -> list[tuple[str, Bucket]]:
 def ladder_buckets(profile: Profile) -> list[tuple[str, Bucket]]:
     """Both ladders, for targets whose grids and tactics depend on the capacity.
 
-    decode: 1, 2, 4, 8, 16, 24, 32, 48, 64, 96, ... max_seqs sequences of up to MAX_DECODE_QUERY_LEN tokens;
-    mixed: 256, 1024, 2048, 4096, ... max_batched_tokens tokens.
+    decode: 1, 2, 4, 8, 16, 24, 32, 48, 64, 96, ... max_seqs tokens, of one sequence each or of fewer sequences
+    with up to MAX_DECODE_QUERY_LEN; mixed: 128, 256, 512, 1024, ... max_batched_tokens tokens.
     """
     buckets = []
     for seqs in _capped(_decode_sizes(), profile.max_seqs):
-        tokens = min(seqs * MAX_DECODE_QUERY_LEN, max(profile.max_batched_tokens, seqs))
-        buckets.append((DECODE, decode_bucket(seqs, tokens)))
+        buckets.append((DECODE, decode_bucket(seqs, seqs)))
     for tokens in _capped(_mixed_sizes(), profile.max_batched_tokens):
         buckets.append((MIXED, mixed_bucket(tokens, profile.max_seqs)))
     return buckets
@@ -58,8 +57,7 @@ def _decode_sizes() -> Iterator[int]:
 
 
 def _mixed_sizes() -> Iterator[int]:
-    yield 256
-    for power in itertools.count(10):
+    for power in itertools.count(7):
         yield 1 << power
 
 

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from castiron.plugins_cpu.specs import SPECS, TYPE_CODES
+from castiron.models.kernel_spec import TYPE_CODES
+from castiron.plugins_cpu.specs import SPECS
 from castiron.runtime.plan_format import MemoryClass, Plan, PlanArrays, PlanHeader, RecordFlag
 
 

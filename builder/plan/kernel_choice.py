@@ -1,13 +1,17 @@
-"""Which kernel computes a launch: by op, weight scheme and cache dtype; a refusal says why not."""
+"""Which kernel computes a launch, bucket by bucket: by op, scheme, dtypes and sizes; a refusal says why not."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from castiron.builder.dims import format_dim
-from castiron.builder.plan.launches import Launch
+from castiron.builder.graph import symbol_of
+from castiron.builder.plan.launches import Launch, LaunchShape, Program
 from castiron.builder.plan.views import View, is_dense
-from castiron.plugins_cpu.specs import SPECS, KernelSpec
+from castiron.models.kernel_spec import KernelSpec
+from castiron.plugins_cuda.kernel_spec import CudaKernelSpec, Sizes
 from castiron.runtime.errors import InputError
 from castiron.runtime.plan_format import MemoryClass
+from castiron.runtime.step_abi import SYMBOLS, Bucket, bucket_capacities
 
 
 @dataclass
@@ -15,35 +19,116 @@ class KernelUse:
     """What the report says about a kernel: how often it launches, and why the other candidates didn't."""
 
     op: str
-    launches: int = 0
+    launches: int = 0  # over all plans
     refused: dict[str, str] = field(default_factory=dict)  # kernel -> reason, at the first launch
 
 
-def choose_kernel(launch: Launch, uses: dict[str, KernelUse]) -> Launch:
-    """The launch with its kernel, noted in `uses`.
+class KernelChooser:
+    """Chooses among one target's kernels, and notes in `uses` what it chose and refused."""
 
-    Raises InputError listing each candidate and why it said no.
-    """
-    chosen = None
-    refused: dict[str, str] = {}
-    for spec in SPECS.values():
-        if spec.op != launch.op:
-            continue
-        refusal = why_not(spec, launch)
-        if refusal:
-            refused[spec.name] = refusal
-        elif chosen is None:
-            chosen = spec
-        else:
-            refused[spec.name] = f"{chosen.name} comes first"
-    if chosen is None:
-        reasons = "; ".join(f"{name}: {reason}" for name, reason in refused.items())
-        raise InputError(
-            f"no cpu kernel for node {launch.node} ({launch.op}): {reasons or 'no kernel computes this op'}"
-        )
-    use = uses.setdefault(chosen.name, KernelUse(launch.op, refused=refused))
-    use.launches += 1
-    return replace(launch, spec=chosen)
+    def __init__(self, specs: Iterable[KernelSpec], num_sms: int, target: str) -> None:
+        """num_sms: multiprocessors of the GPU, 0 on the CPU; target: its name, for messages."""
+        self.uses: dict[str, KernelUse] = {}
+        self._num_sms = num_sms
+        self._target = target
+        self._by_op: dict[str, list[KernelSpec]] = {}
+        for spec in specs:
+            self._by_op.setdefault(spec.op, []).append(spec)
+
+    def choose(self, program: Program, bucket: Bucket) -> Program:
+        """The program with a kernel for every launch, at the bucket's capacities.
+
+        Raises InputError listing each candidate of a node and why it said no.
+        """
+        return replace(program, launches=tuple(self._choose(launch, bucket) for launch in program.launches))
+
+    def _choose(self, launch: Launch, bucket: Bucket) -> Launch:
+        candidates: list[tuple[float, KernelSpec, Sizes]] = []
+        refused: dict[str, str] = {}
+        for spec in self._by_op.get(launch.op, ()):
+            reason = why_not(spec, launch)
+            sizes: Sizes = {}
+            cost = 0.0
+            if isinstance(spec, CudaKernelSpec) and not reason:
+                sizes = {**_sizes(spec, launch, bucket), "num_sms": self._num_sms}
+                reason = spec.why_not(sizes)
+                cost = 0.0 if reason else spec.cost(sizes)
+            if reason:
+                refused[spec.name] = reason
+            else:
+                candidates.append((cost, spec, sizes))
+        if not candidates:
+            reasons = "; ".join(f"{name}: {reason}" for name, reason in refused.items())
+            raise InputError(
+                f"no {self._target} kernel for node {launch.node} ({launch.op}): "
+                f"{reasons or 'no kernel computes this op'}"
+            )
+        _, chosen, sizes = min(candidates, key=lambda candidate: candidate[0])  # the first of equals
+        for cost, spec, _ in candidates:
+            if spec is not chosen:
+                refused[spec.name] = f"{chosen.name} comes first" + (
+                    f" (estimate {cost:.1f} us)" if cost else ""
+                )
+        use = self.uses.setdefault(chosen.name, KernelUse(launch.op, refused=refused))
+        use.launches += 1
+        shape = _launch_shape(chosen, sizes) if isinstance(chosen, CudaKernelSpec) else None
+        return replace(launch, spec=chosen, shape=shape)
+
+
+def _launch_shape(spec: CudaKernelSpec, sizes: Sizes) -> LaunchShape:
+    return LaunchShape(
+        grid=spec.grid(sizes),
+        threads=spec.threads,
+        cluster=spec.cluster,
+        shared_bytes=spec.shared_bytes(sizes),
+        scratch_bytes=spec.scratch_bytes(sizes),
+        counters_bytes=spec.counters_bytes(sizes),
+    )
+
+
+def _sizes(spec: KernelSpec, launch: Launch, bucket: Bucket) -> dict[str, int]:
+    """Integer parameters by name, and the bucket's capacities."""
+    capacities = bucket_capacities(bucket)
+    sizes = {**capacities, "rows": capacities["max_tokens"]}
+    for parameter in spec.parameters:
+        if parameter.type == "i":
+            sizes[parameter.name] = int(scalar_value(launch, parameter.binding, max_rows=0))
+        if parameter.name == "count":
+            sizes["rows"] = (bucket.max_tokens, bucket.max_seqs, bucket.max_logits)[sizes["count"]]
+    return sizes
+
+
+def scalar_value(launch: Launch, binding: str, max_rows: int) -> int | float:
+    """What a parameter that isn't an address is bound to (models/kernel_spec.py lists the bindings)."""
+    if binding == "zero":
+        return 0
+    name, _, what = binding.partition(".")
+    if name == "attr":
+        return launch.attributes[what]
+    view = operand(launch, name)
+    assert view is not None, f"{launch.node}: {binding} of an absent operand"
+    if what == "stride0":
+        return view.strides[0]
+    if what == "itemsize":
+        return view.storage.itemsize
+    if what == "count":
+        symbol = symbol_of(view.shape[0])
+        assert symbol in SYMBOLS, f"{launch.node}: dim 0 of {name} is not a live count"
+        return SYMBOLS.index(symbol)
+    assert what.startswith("dim"), binding
+    size = view.shape[int(what[3:])]
+    if symbol_of(size) == "max_rows":  # the engine's, not a bucket's capacity
+        return max_rows
+    assert isinstance(size, int), f"{launch.node}: {binding} is {size}, expected a known integer"
+    return size
+
+
+def operand(launch: Launch, name: str) -> View | None:
+    """The view of "in0", "in1", ... (None if absent) or "out0", ..."""
+    if name.startswith("in"):
+        index = int(name[2:])
+        return launch.inputs[index] if index < len(launch.inputs) else None
+    return launch.outputs[int(name[3:])]
 
 
 def why_not(spec: KernelSpec, launch: Launch) -> str:
@@ -61,6 +146,11 @@ def why_not(spec: KernelSpec, launch: Launch) -> str:
             continue
         if view.storage.dtype != "f32":
             return f"reads input {index} as f32, not {view.storage.dtype}"
+    if isinstance(spec, CudaKernelSpec):
+        for name, dtype in spec.operands.items():
+            view = operand(launch, name)
+            if view is not None and view.storage.dtype != dtype:
+                return f"takes {name} as {dtype}, not {view.storage.dtype}"
     if spec.cache_dtype:
         dtype = _cache_dtype(spec, launch)
         if dtype != spec.cache_dtype:

@@ -1,9 +1,21 @@
-"""What the planner makes of a graph before capacities are known: kernel launches over views."""
+"""What the planner makes of a graph: kernel launches over views; kernels and launch shapes depend on the bucket."""
 
 from dataclasses import dataclass, field
 
 from castiron.builder.plan.views import View
-from castiron.plugins_cpu.specs import KernelSpec
+from castiron.models.kernel_spec import KernelSpec
+
+
+@dataclass(frozen=True)
+class LaunchShape:
+    """How a kernel is launched for one bucket, and the memory it needs beside its operands (CUDA)."""
+
+    grid: tuple[int, int, int]
+    threads: int
+    cluster: tuple[int, int, int]
+    shared_bytes: int
+    scratch_bytes: int  # its own while it runs
+    counters_bytes: int  # zero before and after it
 
 
 @dataclass(frozen=True)
@@ -15,12 +27,13 @@ class Launch:
     inputs: tuple[View | None, ...]  # None: an optional input that is absent
     outputs: tuple[View, ...]
     attributes: dict[str, float | int] = field(default_factory=dict, hash=False)
-    spec: KernelSpec | None = None  # chosen by kernel_choice
+    spec: KernelSpec | None = None  # chosen by kernel_choice, for one bucket
+    shape: LaunchShape | None = None  # None: a CPU kernel, which every thread calls
 
 
 @dataclass(frozen=True)
 class Program:
-    """One graph, lowered: what a plan of any bucket launches, in order."""
+    """One graph, lowered: what a plan launches, in order."""
 
     name: str  # "forward", "sample.greedy", "sample.random"
     launches: tuple[Launch, ...]

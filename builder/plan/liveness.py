@@ -3,7 +3,7 @@
 from collections import defaultdict
 from dataclasses import dataclass
 
-ARENA_ALIGNMENT = 64  # bytes; a cache line, and the widest vector
+ARENA_ALIGNMENT = 256  # bytes; more than any cache line, vector or tensor map asks for
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from castiron.builder.graph import (
 from castiron.builder.graph import (
     Program as GraphProgram,
 )
-from castiron.builder.plan.kernel_choice import KernelUse, choose_kernel, needs_flat_rows
+from castiron.builder.plan.kernel_choice import needs_flat_rows
 from castiron.builder.plan.launches import Launch, Program
 from castiron.builder.plan.views import Storage, View, flatten_inner, narrow, reshape, transpose, whole
 from castiron.models.ops import STATES
@@ -41,14 +41,14 @@ _DTYPES = {
 }
 
 
-def lower(program: GraphProgram, cache_indices: dict[str, int], uses: dict[str, KernelUse]) -> Program:
-    """All launches of the program, kernels chosen and noted in `uses`.
+def lower(program: GraphProgram, cache_indices: dict[str, int]) -> Program:
+    """All launches of the program; kernels are chosen later, bucket by bucket.
 
     `cache_indices`: state name -> index of its cache tensor.
 
-    Raises InputError naming the node if a kernel is missing or a view can't be expressed.
+    Raises InputError naming the node if a view can't be expressed.
     """
-    lowering = _Lowering(program, cache_indices, uses)
+    lowering = _Lowering(program, cache_indices)
     for node in program.graph:
         lowering.add_node(node)
     return lowering.finish()
@@ -57,11 +57,8 @@ def lower(program: GraphProgram, cache_indices: dict[str, int], uses: dict[str, 
 class _Lowering:
     """The view of every value met so far."""
 
-    def __init__(
-        self, program: GraphProgram, cache_indices: dict[str, int], uses: dict[str, KernelUse]
-    ) -> None:
+    def __init__(self, program: GraphProgram, cache_indices: dict[str, int]) -> None:
         self._program = program
-        self._uses = uses
         self._views: dict[ir.Value, View] = {}
         self._written: dict[Storage, int] = {}  # state storage -> newest version
         self._launches: list[Launch] = []
@@ -103,7 +100,7 @@ class _Lowering:
         launch = Launch(str(node.name), op, inputs, tuple(outputs), attributes)
         if needs_flat_rows(op):
             launch = _with_flat_rows(launch)
-        self._launches.append(choose_kernel(launch, self._uses))
+        self._launches.append(launch)
 
     def finish(self) -> Program:
         """The lowered program; its logits must be a whole storage of their own."""
@@ -151,7 +148,7 @@ class _Lowering:
         reshaped = reshape(source, shapes[0])
         if reshaped is None:
             raise InputError(
-                f"node {node.name}: a reshape of strides {source.strides} needs a copy, which no cpu kernel "
+                f"node {node.name}: a reshape of strides {source.strides} needs a copy, which no kernel "
                 "makes: reshape before the slice or transpose"
             )
         return [reshaped]

@@ -7,13 +7,15 @@ import numpy as np
 from castiron.builder.dims import Dim
 from castiron.builder.graph import Program as GraphProgram
 from castiron.builder.graph import State
-from castiron.builder.plan.emit import Placement, PlanEmitter, storage_bytes
-from castiron.builder.plan.kernel_choice import KernelUse
-from castiron.builder.plan.launches import Program
+from castiron.builder.plan.emit import PlanEmitter
+from castiron.builder.plan.kernel_choice import KernelChooser, KernelUse
+from castiron.builder.plan.launches import Launch, Program
 from castiron.builder.plan.liveness import Interval, check_disjoint, place
 from castiron.builder.plan.lower import LOGITS, lower
+from castiron.builder.plan.params import Placement, scratch_name, storage_bytes
 from castiron.builder.plan.views import ITEMSIZES
 from castiron.builder.plan.weights import WeightsLayout
+from castiron.models.kernel_spec import KernelSpec
 from castiron.runtime.plan_format import CacheTensor, MemoryClass, Plan, PlanArrays, PlanHeader, RecordFlag
 from castiron.runtime.step_abi import (
     Bucket,
@@ -32,7 +34,8 @@ class PlannedEngine:
 
     header: PlanHeader
     arrays: PlanArrays
-    kernels: dict[str, KernelUse]  # launches of one bucket's programs
+    kernels: dict[str, KernelUse]  # by name
+    kernel_specs: dict[str, KernelSpec]  # the same kernels' specs
     num_views: int  # view nodes that became no launch
     barriers: dict[str, int]  # plan -> records that wait for all before them
     arena_values_bytes: dict[str, int]  # plan -> bytes its arena values would take without sharing
@@ -46,24 +49,25 @@ def plan_engine(
     weights: WeightsLayout,
     vocab_size: int,
     max_rows: int,
+    chooser: KernelChooser,
 ) -> PlannedEngine:
     """Plan a forward program and its sampling programs for every (ladder, bucket).
 
-    Raises InputError if no kernel can compute a node.
+    Raises InputError if no kernel of the chooser can compute a node.
     """
     caches = cache_tensors(forward.states)
     indices = {tensor.name: index for index, tensor in enumerate(caches)}
-    kernels: dict[str, KernelUse] = {}
-    programs = [lower(program, indices, kernels) for program in (forward, *sampling)]
+    lowered = [lower(program, indices) for program in (forward, *sampling)]
     emitter = PlanEmitter()
-    arena_bytes = staging_bytes = 0
+    arena_bytes = staging_bytes = counters_bytes = 0
     unshared: dict[str, int] = {}
     for number, (ladder, bucket) in enumerate(buckets):
         suffix = _bucket_name(ladder, bucket, buckets, number)
         capacities = bucket_capacities(bucket)
         fixed = _fixed_offsets(groups, vocab_size, max_rows, capacities, weights, caches)
         staging_bytes = max(staging_bytes, layout(output_fields(), capacities)[1])
-        for program in programs:
+        for program in (chooser.choose(program, bucket) for program in lowered):
+            counters_bytes = max(counters_bytes, *(_counters_bytes(launch) for launch in program.launches))
             name = f"{program.name}.{suffix}"
             symbols = {**_symbols(bucket), "max_rows": max_rows}
             offsets, end, unshared[name] = _place_arena(program, symbols)
@@ -75,13 +79,13 @@ def plan_engine(
         plans=tuple(emitter.plans),
         cache_groups=groups,
         cache_tensors=caches,
-        tensor_maps=(),
+        tensor_maps=emitter.tensor_maps.all(),
         vocab_size=vocab_size,
         max_rows=max_rows,
         arena_bytes=arena_bytes,
         weights_bytes=weights.num_bytes,
         rows_bytes=layout(row_fields(), {"max_rows": max_rows})[1],
-        counters_bytes=0,
+        counters_bytes=counters_bytes,
         exchange_bytes=0,
         staging_bytes=staging_bytes,
         logits_offset=0,
@@ -90,8 +94,9 @@ def plan_engine(
     return PlannedEngine(
         header=header,
         arrays=arrays,
-        kernels=kernels,
-        num_views=sum(program.num_views for program in programs),
+        kernels=chooser.uses,
+        kernel_specs=emitter.kernel_specs,
+        num_views=sum(program.num_views for program in lowered),
         barriers={plan.name: _count_barriers(arrays, plan) for plan in header.plans},
         arena_values_bytes=unshared,
     )
@@ -117,6 +122,8 @@ def arena_intervals(program: Program, symbols: dict[str, int]) -> list[Interval]
                 name = view.storage.name
                 first = spans[name][1] if name in spans else index
                 spans[name] = (storage_bytes(view.storage, symbols), first, index)
+        if launch.shape is not None and launch.shape.scratch_bytes:
+            spans[scratch_name(launch)] = (launch.shape.scratch_bytes, index, index)
     last = len(program.launches)
     spans[LOGITS] = (storage_bytes(program.logits.storage, symbols), 0, last)
     return [Interval(name, *span) for name, span in spans.items()]
@@ -161,6 +168,10 @@ def _fixed_offsets(
         offsets[MemoryClass.CACHE, tensor.name] = 0
         extents[MemoryClass.CACHE, tensor.name] = tensor.block_bytes
     return Placement(offsets, extents, {})
+
+
+def _counters_bytes(launch: Launch) -> int:
+    return launch.shape.counters_bytes if launch.shape is not None else 0
 
 
 def _symbols(bucket: Bucket) -> dict[str, int]:

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from castiron.builder.parameters import Parameter
-from castiron.plugins_cpu.layouts import packed_bytes, row_bytes
+from castiron.builder.plan.layouts import layout_of
 
 WEIGHT_ALIGNMENT = 256  # bytes, of every parameter inside the weights class
 
@@ -36,7 +36,8 @@ def layout_weights(parameters: Iterable[Parameter]) -> WeightsLayout:
 
 def parameter_bytes(parameter: Parameter) -> int:
     """Bytes of the parameter in its layout, without padding: matrices are packed, vectors stay."""
+    layout = layout_of(parameter)
     if len(parameter.shape) == 1:
-        return row_bytes(parameter.scheme, parameter.shape[0])
+        return int(layout.row_bytes(parameter.scheme, parameter.shape[0]))
     n, k = parameter.shape
-    return packed_bytes(parameter.scheme, n, k)
+    return int(layout.packed_bytes(parameter.scheme, n, k))

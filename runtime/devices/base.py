@@ -1,4 +1,4 @@
-"""What the engine loop needs of a device that has an engine loaded. Implemented by cpu.py (and later cuda.py)."""
+"""What the engine loop needs of a device that has an engine loaded. Implemented by cpu.py and cuda.py."""
 
 from typing import Protocol
 
@@ -16,6 +16,7 @@ class Device(Protocol):
 
     header: PlanHeader
     num_blocks: dict[str, int]  # cache group -> blocks (or slots) allocated
+    num_threads: int  # compute threads on the host
     timings: dict[str, float]  # device_init_s, load_weights_s, build_graphs_s
 
     def step_views(self, forward_index: int) -> dict[str, np.ndarray]:

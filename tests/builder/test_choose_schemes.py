@@ -2,9 +2,12 @@
 
 import pytest
 
-from castiron.builder.choose_schemes import cache_dtype, choose_schemes, resolve_compute, stored_scheme
+from castiron.builder.choose_schemes import choose_schemes, resolve_compute, stored_scheme
 from castiron.builder.parameters import Parameter, Part
+from castiron.builder.targets import resolve_target
 from castiron.runtime.errors import InputError
+
+CPU, H200 = resolve_target("cpu:generic"), resolve_target("sm_90")
 
 
 @pytest.mark.parametrize(
@@ -19,7 +22,7 @@ from castiron.runtime.errors import InputError
     ],
 )
 def test_auto_compute_follows_the_checkpoint(quantize: str, stored: list[str], expected: str) -> None:
-    assert resolve_compute("auto", quantize, stored) == expected
+    assert resolve_compute("auto", quantize, stored, CPU) == expected
 
 
 @pytest.mark.parametrize(
@@ -36,13 +39,13 @@ def test_auto_compute_follows_the_checkpoint(quantize: str, stored: list[str], e
     ],
 )
 def test_a_matrix_is_stored_as(scheme: str, quantize: str, compute: str, expected: str) -> None:
-    assert stored_scheme(scheme, quantize, compute) == expected
+    assert stored_scheme(scheme, quantize, compute, CPU) == expected
 
 
 @pytest.mark.parametrize(("quantize", "stored"), [("keep", ["bf16"]), ("none", ["q4_1"])])
 def test_int8_without_kept_blocks_is_refused(quantize: str, stored: list[str]) -> None:
     with pytest.raises(InputError, match="--compute int8 needs weights kept quantized"):
-        resolve_compute("int8", quantize, stored)
+        resolve_compute("int8", quantize, stored, CPU)
 
 
 def test_vectors_are_stored_in_float32_whatever_the_checkpoint_says() -> None:
@@ -50,9 +53,24 @@ def test_vectors_are_stored_in_float32_whatever_the_checkpoint_says() -> None:
         "norm": Parameter("norm", (8,), "f32", (Part("n", 0, 8),), "bf16"),
         "linear": Parameter("linear", (8, 8), "bf16", (Part("l", 0, 8),), "bf16"),
     }
-    chosen, compute = choose_schemes(parameters, "keep", "auto")
+    chosen, compute = choose_schemes(parameters, "keep", "auto", CPU)
     assert (chosen["norm"].scheme, chosen["linear"].scheme, compute) == ("f32", "bf16", "bf16")
 
 
 def test_only_float32_compute_has_a_float32_cache() -> None:
-    assert [cache_dtype(compute) for compute in ("f32", "bf16", "int8")] == ["f32", "f16", "f16"]
+    assert [CPU.cache_dtype(compute) for compute in ("f32", "bf16", "int8")] == ["f32", "f16", "f16"]
+
+
+@pytest.mark.parametrize(
+    ("scheme", "quantize", "expected"),
+    [("f32", "keep", "bf16"), ("f16", "keep", "bf16"), ("q4_1", "keep", "q4_1"), ("q4_1", "none", "bf16")],
+)
+def test_a_gpu_stores_dense_weights_as_bfloat16(scheme: str, quantize: str, expected: str) -> None:
+    assert resolve_compute("auto", quantize, [scheme], H200) == "bf16"
+    assert stored_scheme(scheme, quantize, "bf16", H200) == expected
+
+
+@pytest.mark.parametrize("compute", ["f32", "int8"])
+def test_a_gpu_refuses_arithmetic_it_has_no_kernels_for(compute: str) -> None:
+    with pytest.raises(InputError, match=f"--compute {compute} is not there on sm_90: use bf16 or auto"):
+        resolve_compute(compute, "keep", ["q4_1"], H200)

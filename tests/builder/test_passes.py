@@ -22,7 +22,7 @@ from castiron.builder.passes.eliminate_common_subexpressions import eliminate_co
 from castiron.builder.passes.fuse_silu_mul import fuse_silu_mul
 from castiron.builder.passes.merge_linears import merge_linears
 from castiron.builder.passes.remove_dead_code import remove_dead_code
-from castiron.builder.pipeline import PASSES, Pass, optimize
+from castiron.builder.pipeline import CPU_PASSES, Pass, optimize
 from castiron.builder.verify_graph import GraphError, verify_graph
 from castiron.models.ops import STATES
 
@@ -74,7 +74,7 @@ def step_inputs(program: Program, load: Loader) -> dict[str, torch.Tensor]:
     return inputs
 
 
-def compare_stages(traced: Traced, compute: str, passes: tuple[Pass, ...] = PASSES) -> dict[str, int]:
+def compare_stages(traced: Traced, compute: str, passes: tuple[Pass, ...] = CPU_PASSES) -> dict[str, int]:
     """Run the pipeline, comparing every stage's outputs with the stage before the passes; pass -> matches.
 
     Raises AssertionError naming the first stage that differs.
@@ -172,7 +172,7 @@ def broken_merge(program: Program, context: PassContext) -> int:
     ("right", "broken"), [(fuse_silu_mul, broken_silu_mul), (merge_linears, broken_merge)]
 )
 def test_a_pass_that_changes_the_result_is_named(llama: Traced, right: Pass, broken: Pass) -> None:
-    passes = tuple(broken if p is right else p for p in PASSES)
+    passes = tuple(broken if p is right else p for p in CPU_PASSES)
     with pytest.raises(AssertionError, match=f"{broken.__name__}: "):
         compare_stages(llama, "f32", passes)
 
@@ -236,7 +236,7 @@ def loses_a_parameter(program: Program, context: PassContext) -> int:
 )
 def test_a_pass_that_breaks_the_graph_is_named(llama: Traced, broken: Pass, message: str) -> None:
     with pytest.raises(GraphError, match=f"after {broken.__name__}: .*{message}"):
-        optimize(copy_of(llama[0]), "f32", passes=(*PASSES, broken))
+        optimize(copy_of(llama[0]), "f32", passes=(*CPU_PASSES, broken))
 
 
 def test_stock_passes_keep_cache_writes(llama: Traced) -> None:
@@ -274,7 +274,7 @@ def test_common_subexpressions_and_dead_code_go(llama: Traced) -> None:
 def test_dumped_stages_load_in_onnx(llama: Traced, tmp_path: Path) -> None:
     optimize(copy_of(llama[0]), "f32", dump_passes=tmp_path / "dump")
     names = sorted(path.stem for path in (tmp_path / "dump").glob("*.onnx"))
-    assert names == [f"{i:02d}_{n}" for i, n in enumerate(["traced", *(p.__name__ for p in PASSES)])]
+    assert names == [f"{i:02d}_{n}" for i, n in enumerate(["traced", *(p.__name__ for p in CPU_PASSES)])]
     for stem in names:
         model = onnx.load(tmp_path / "dump" / f"{stem}.onnx")
         text = (tmp_path / "dump" / f"{stem}.txt").read_text()

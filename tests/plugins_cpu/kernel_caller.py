@@ -12,8 +12,9 @@ import struct
 
 import numpy as np
 
+from castiron.models.kernel_spec import TYPE_CODES
 from castiron.plugins_cpu.compile import build_library
-from castiron.plugins_cpu.specs import SPECS, TYPE_CODES
+from castiron.plugins_cpu.specs import SPECS
 from castiron.runtime.devices import kernel_library
 from castiron.runtime.step_abi import HEADER_WORDS
 

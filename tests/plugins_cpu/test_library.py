@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from kernel_caller import BARRIER, LEVELS, NUM_TOKENS, library, make_header, make_records, pack_params
 
-from castiron.plugins_cpu.specs import SPECS, TYPE_CODES
+from castiron.models.kernel_spec import TYPE_CODES
+from castiron.plugins_cpu.specs import SPECS
 from castiron.runtime.devices import kernel_library
 
 

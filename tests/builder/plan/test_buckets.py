@@ -18,14 +18,16 @@ def test_ladders_are_dense_where_batches_are_small_and_end_at_the_profile() -> N
     decode = [bucket.max_seqs for ladder, bucket in buckets if ladder == "decode"]
     mixed = [bucket.max_tokens for ladder, bucket in buckets if ladder == "mixed"]
     assert decode == [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 200]
-    assert mixed == [256, 1024, 2048, 4096, 8192]
+    assert mixed == [128, 256, 512, 1024, 2048, 4096, 8192]
     assert 15 <= len(buckets) <= 25
 
 
-def test_a_decode_bucket_of_the_full_ladder_takes_eight_tokens_a_sequence() -> None:
+def test_a_decode_bucket_of_the_full_ladder_holds_tokens_of_any_split_over_sequences() -> None:
     buckets = ladder_buckets(Profile(max_seqs=64, max_seq_len=8192, max_batched_tokens=2048))
-    four = next(bucket for ladder, bucket in buckets if ladder == "decode" and bucket.max_seqs == 4)
-    assert (four.max_tokens, four.max_query_len, four.max_logits) == (32, 8, 4)
+    sizes = {
+        b.max_seqs: (b.max_tokens, b.max_query_len, b.max_logits) for name, b in buckets if name == "decode"
+    }
+    assert sizes[4] == (4, 4, 4) and sizes[64] == (64, 8, 64)
 
 
 def test_capacities_of_a_one_token_engine_are_one() -> None:

@@ -10,7 +10,7 @@ import pytest
 from tiny_checkpoints import save_tiny_checkpoint
 
 from castiron.builder.checkpoint import open_checkpoint
-from castiron.builder.choose_schemes import cache_dtype, choose_schemes
+from castiron.builder.choose_schemes import choose_schemes
 from castiron.builder.graph import Program, new_node, new_value, shape_of
 from castiron.builder.model_parameters import bind_model
 from castiron.builder.pipeline import optimize
@@ -19,6 +19,7 @@ from castiron.builder.plan.describe import Address, DescribedRecord, describe_pl
 from castiron.builder.plan.lower import lower
 from castiron.builder.plan.planner import PlannedEngine, arena_intervals, plan_engine
 from castiron.builder.plan.weights import layout_weights
+from castiron.builder.targets import resolve_target
 from castiron.builder.trace import TraceOptions, trace_forward, trace_sampler
 from castiron.plugins_cpu.specs import SPECS
 from castiron.runtime.errors import InputError
@@ -26,6 +27,7 @@ from castiron.runtime.manifest import Profile
 from castiron.runtime.plan_format import MemoryClass, RecordFlag
 from castiron.runtime.step_abi import CacheGroup, bucket_capacities, layout, row_fields, step_fields
 
+CPU = resolve_target("cpu:generic")
 PROFILE = Profile(max_seqs=4, max_seq_len=64, max_batched_tokens=32)
 GROUP = CacheGroup("kv", "paged", 16, 4)
 VOCAB_SIZE = 307
@@ -47,10 +49,10 @@ def trace(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Program]:
 
     def make(compute: str) -> Program:
         arithmetic = "f32" if compute == "traced" else compute
-        dtype = cache_dtype(arithmetic)
+        dtype = CPU.cache_dtype(arithmetic)
         if dtype not in traced:
             parameters, _ = choose_schemes(
-                model.parameters, "keep", arithmetic if arithmetic != "int8" else "bf16"
+                model.parameters, "keep", arithmetic if arithmetic != "int8" else "bf16", CPU
             )
             traced[dtype] = trace_forward(model.family, model.config, parameters, TraceOptions(16, 4, dtype))
         source = traced[dtype]
@@ -75,7 +77,9 @@ def planned(
 
 def make_plan(forward: Program, samplers: list[Program]) -> PlannedEngine:
     weights = layout_weights(forward.parameters.values())
-    return plan_engine(forward, samplers, (GROUP,), top_buckets(PROFILE), weights, VOCAB_SIZE, max_rows=8)
+    return plan_engine(
+        forward, samplers, (GROUP,), top_buckets(PROFILE), weights, VOCAB_SIZE, 8, CPU.kernel_chooser()
+    )
 
 
 def records_of(planned: PlannedEngine) -> list[tuple[str, list[DescribedRecord]]]:
@@ -168,7 +172,7 @@ def test_sharing_arena_bytes_pays(planned: PlannedEngine) -> None:
 def test_logits_stay_at_their_place_from_the_forward_through_sampling(
     trace: Callable[[str], Program], samplers: list[Program]
 ) -> None:
-    program = lower(trace("f32"), {"cache.0": 0, "cache.1": 1}, {})
+    program = lower(trace("f32"), {"cache.0": 0, "cache.1": 1})
     logits = next(i for i in arena_intervals(program, _symbols()) if i.name == "logits")
     assert (logits.first, logits.last) == (0, len(program.launches))
     planned = make_plan(trace("f32"), samplers)
@@ -193,7 +197,7 @@ def test_both_ladders_give_a_plan_for_each_bucket_under_a_name_of_its_own(
     forward = trace("f32")
     buckets = ladder_buckets(PROFILE)
     weights = layout_weights(forward.parameters.values())
-    planned = plan_engine(forward, samplers, (GROUP,), buckets, weights, VOCAB_SIZE, max_rows=8)
+    planned = plan_engine(forward, samplers, (GROUP,), buckets, weights, VOCAB_SIZE, 8, CPU.kernel_chooser())
     names = [plan.name for plan in planned.header.plans]
     assert len(set(names)) == len(names) == 3 * len(buckets)
     assert "forward.decode-2" in names and "forward.mixed" in names
@@ -207,7 +211,7 @@ def test_a_node_without_a_kernel_is_an_error_that_lists_each_candidate(
     name = str(linear.inputs[3].name)
     program.parameters[name] = replace(program.parameters[name], scheme="f32")
     with pytest.raises(InputError) as error:
-        lower(program, {"cache.0": 0, "cache.1": 1}, {})
+        CPU.kernel_chooser().choose(lower(program, {"cache.0": 0, "cache.1": 1}), top_buckets(PROFILE)[0][1])
     assert "linear_q8.q4_1: reads q4_1 weights, not f32" in str(error.value)
     assert "linear_q8.q8_0: reads q8_0 weights, not f32" in str(error.value)
 
@@ -218,7 +222,7 @@ def test_an_op_without_kernels_is_an_error_that_names_it(trace: Callable[[str], 
     output = new_value("twisted", ir.DataType.FLOAT, shape_of(node.outputs[0]))
     program.graph.insert_after(node, new_node("twist", [node.outputs[0]], [output]))
     with pytest.raises(InputError, match=r"node\.twisted \(twist\): no kernel computes this op"):
-        lower(program, {"cache.0": 0, "cache.1": 1}, {})
+        CPU.kernel_chooser().choose(lower(program, {"cache.0": 0, "cache.1": 1}), top_buckets(PROFILE)[0][1])
 
 
 def test_reading_a_cache_version_that_was_overwritten_is_caught(trace: Callable[[str], Program]) -> None:
@@ -227,7 +231,7 @@ def test_reading_a_cache_version_that_was_overwritten_is_caught(trace: Callable[
     old = next(value for value in program.graph.inputs if value.name == "cache.0")
     attention.replace_input_with(1, old)
     with pytest.raises(AssertionError, match=r"reads version 0 of cache\.0 after version 1 was written"):
-        lower(program, {"cache.0": 0, "cache.1": 1}, {})
+        CPU.kernel_chooser().choose(lower(program, {"cache.0": 0, "cache.1": 1}), top_buckets(PROFILE)[0][1])
 
 
 def test_a_barrier_is_spared_where_records_are_independent(

@@ -1,0 +1,238 @@
+"""CUDA kernels of attention: rotary embedding, cache writes, and attention over the paged cache."""
+
+from collections.abc import Callable
+
+from castiron.models.kernel_spec import parameters
+from castiron.plugins_cuda.kernel_spec import CudaKernelSpec, Grid, Sizes
+
+READ_BYTES_PER_US = 4.0e6
+MMA_FLOPS_PER_US = 250e6
+WGMMA_FLOPS_PER_US = 400e6
+WGMMA_HEAD_DIMS = (64, 128)
+HEAD_DIMS = (16, 32, 64, 128, 256)
+BLOCK_SIZES = (16, 32, 64, 128)
+CHUNK = 8  # bf16 elements in 16 bytes
+SPLIT_ROWS = 16  # rows (query tokens * heads of a group) of a unit of split-KV attention
+WARP_TOKENS = 16  # kv tokens of a warp's stage there
+MOST_SEQS = 1024  # kMaxSeqs in attention_decode.cuh
+MOST_SPLIT_CTAS = 512  # kMaxCtas there
+MOST_GROUP = 16
+MOST_DECODE_QUERY_LEN = 16
+MIXED_TOKENS = 64  # kv tokens of a stage of the mixed kernel, half as many if head_dim > 128
+ROPE_COS_SIN_THREADS = 128
+ROPE_KV_WRITE_THREADS = 256
+
+
+def _blocks(items: int, threads: int) -> Grid:
+    return (max(1, -(-items // threads)), 1, 1)
+
+
+# rope_kv_write
+
+
+def _rope_items(sizes: Sizes) -> int:
+    """Threads of a token: one per 16 elements."""
+    return (sizes["num_heads"] + 2 * sizes["kv_heads"]) * (sizes["head_dim"] // (2 * CHUNK))
+
+
+def _rope_why_not(sizes: Sizes) -> str:
+    if sizes["head_dim"] % (2 * CHUNK) or sizes["half"] % CHUNK:
+        return f"head_dim {sizes['head_dim']} and half {sizes['half']} aren't multiples of {2 * CHUNK} and {CHUNK}"
+    return ""
+
+
+def _rope_cost(sizes: Sizes) -> float:
+    return 1.5 + sizes["rows"] * _rope_items(sizes) * 2 * CHUNK * 4 / READ_BYTES_PER_US
+
+
+# paged_attention
+
+
+def _warps(head_dim: int, mixed: bool) -> int:
+    return 8 if mixed and head_dim <= 128 else 4
+
+
+def _split_stages(head_dim: int, mixed: bool) -> int:
+    """Stages of a warp's ring in split-KV attention."""
+    if head_dim <= 64:
+        return 4 if mixed else 6
+    return 3 if head_dim == 128 and not mixed else 2
+
+
+def _tile_stages(head_dim: int) -> int:
+    """Stages of keys and values in the mixed kernel's tiles."""
+    return 4 if head_dim <= 128 else 3
+
+
+def _split_shared_bytes(head_dim: int, mixed: bool) -> int:
+    ring = _split_stages(head_dim, mixed) * 2 * WARP_TOKENS * head_dim * 2
+    merge = SPLIT_ROWS * (head_dim + 8) * 4
+    return _warps(head_dim, mixed) * (ring + merge)
+
+
+def _mixed_shared_bytes(head_dim: int) -> int:
+    tokens = MIXED_TOKENS if head_dim <= 128 else MIXED_TOKENS // 2
+    tile = _tile_stages(head_dim) * 2 * tokens * head_dim * 2
+    queries = _warps(head_dim, mixed=True) * 16 * head_dim * 2 if head_dim > 128 else 0
+    return 1024 + max(tile + queries, _split_shared_bytes(head_dim, mixed=True))  # 1024 to align
+
+
+def _split_ctas(sizes: Sizes) -> int:
+    return min(sizes["num_sms"], MOST_SPLIT_CTAS)
+
+
+def _scratch_bytes(sizes: Sizes) -> int:
+    """Two units' partial results of each CTA of the split: o [16, head_dim], (m, l) [16]."""
+    return _split_ctas(sizes) * 2 * (SPLIT_ROWS * sizes["head_dim"] + 2 * SPLIT_ROWS) * 4
+
+
+def _counters_bytes(sizes: Sizes) -> int:
+    return _split_ctas(sizes) * 4
+
+
+def _group(sizes: Sizes) -> int:
+    return sizes["num_heads"] // sizes["kv_heads"]
+
+
+def _mixed_grid(sizes: Sizes) -> Grid:
+    rows = 16 * _warps(sizes["head_dim"], mixed=True)
+    tiles = -(-sizes["max_tokens"] * _group(sizes) // rows) + sizes["max_seqs"]
+    ctas = _split_ctas(sizes)
+    return (ctas, 1 + -(-tiles * sizes["kv_heads"] // ctas), 1)
+
+
+def _attention_why_not(head_dim: int, most_query_len: int) -> Callable[[Sizes], str]:
+    def why_not(sizes: Sizes) -> str:
+        if sizes["head_dim"] != head_dim:
+            return f"head_dim {sizes['head_dim']} isn't {head_dim}"
+        if sizes["block_size"] not in BLOCK_SIZES:
+            return f"block_size {sizes['block_size']} is none of {BLOCK_SIZES}"
+        if sizes["num_heads"] % sizes["kv_heads"] or _group(sizes) > MOST_GROUP:
+            return f"{sizes['num_heads']} heads don't fit {sizes['kv_heads']} kv heads"
+        if sizes["max_seqs"] > MOST_SEQS:
+            return f"{sizes['max_seqs']} sequences, at most {MOST_SEQS}"
+        if most_query_len and sizes["max_query_len"] > most_query_len:
+            return f"{sizes['max_query_len']} query tokens a sequence, at most {most_query_len}"
+        return ""
+
+    return why_not
+
+
+def _cache_us(sizes: Sizes) -> float:
+    """Reading the longest contexts of all sequences once."""
+    tokens = sizes["max_seqs"] * sizes["table_width"] * sizes["block_size"]
+    return tokens * sizes["kv_heads"] * sizes["head_dim"] * 4 / READ_BYTES_PER_US
+
+
+def _decode_cost(sizes: Sizes) -> float:
+    return 3.0 + _cache_us(sizes)  # rows beyond a tile of 16 read the cache again, from L2
+
+
+def _mixed_cost(fixed: float, flops_per_us: float) -> Callable[[Sizes], float]:
+    def cost(sizes: Sizes) -> float:
+        pairs = sizes["max_tokens"] * sizes["table_width"] * sizes["block_size"] / 2
+        flops = 4 * pairs * sizes["num_heads"] * sizes["head_dim"]
+        return fixed + _cache_us(sizes) + flops / flops_per_us
+
+    return cost
+
+
+_ATTENTION = parameters(
+    "q:p:in0.ptr cache:p:in1.ptr block_tables:p:in2.ptr seq_lens:p:in3.ptr query_starts:p:in4.ptr y:p:out0.ptr "
+    "partials:p:scratch.ptr counters:p:counters.ptr header:p:header.ptr q_stride:l:in0.stride0 "
+    "y_stride:l:out0.stride0 num_heads:i:in0.dim1 kv_heads:i:in1.dim2 head_dim:i:in0.dim2 block_size:i:in1.dim3 "
+    "table_width:i:in2.dim1 scale:f:attr.scale"
+)
+_ATTENTION_OPERANDS = {"in0": "bf16", "in2": "i32", "in3": "i32", "in4": "i32", "out0": "bf16"}
+
+
+def _decode(head_dim: int) -> CudaKernelSpec:
+    return CudaKernelSpec(
+        name=f"paged_attention.bf16.decode.d{head_dim}",
+        op="paged_attention",
+        cache_dtype="bf16",
+        parameters=_ATTENTION,
+        params_struct="PagedAttentionParams",
+        source="paged_attention_decode.cu",
+        entry="paged_attention_decode",
+        defines=(("HEAD_DIM", str(head_dim)), ("STAGES", str(_split_stages(head_dim, mixed=False)))),
+        threads=32 * _warps(head_dim, mixed=False),
+        grid=lambda sizes: (_split_ctas(sizes), 1, 1),
+        operands=_ATTENTION_OPERANDS,
+        shared_bytes=lambda _: _split_shared_bytes(head_dim, mixed=False),
+        scratch_bytes=_scratch_bytes,
+        counters_bytes=_counters_bytes,
+        why_not=_attention_why_not(head_dim, MOST_DECODE_QUERY_LEN),
+        cost=_decode_cost,
+    )
+
+
+def _mixed(head_dim: int, *, wgmma: bool) -> CudaKernelSpec:
+    return CudaKernelSpec(
+        name=f"paged_attention.bf16.{'wgmma' if wgmma else 'mixed'}.d{head_dim}",
+        op="paged_attention",
+        cache_dtype="bf16",
+        parameters=_ATTENTION,
+        params_struct="PagedAttentionParams",
+        source="paged_attention_mixed.cu",
+        entry="paged_attention_mixed",
+        defines=(
+            ("HEAD_DIM", str(head_dim)),
+            ("STAGES", str(_split_stages(head_dim, mixed=True))),
+            ("PREFILL_STAGES", str(_tile_stages(head_dim))),
+            ("WGMMA", str(int(wgmma))),
+        ),
+        threads=32 * _warps(head_dim, mixed=True),
+        grid=_mixed_grid,
+        operands=_ATTENTION_OPERANDS,
+        shared_bytes=lambda _: _mixed_shared_bytes(head_dim),
+        scratch_bytes=_scratch_bytes,
+        counters_bytes=_counters_bytes,
+        why_not=_attention_why_not(head_dim, 0),
+        cost=_mixed_cost(6.0, WGMMA_FLOPS_PER_US if wgmma else MMA_FLOPS_PER_US),
+    )
+
+
+SPECS = (
+    CudaKernelSpec(
+        name="rope_cos_sin",
+        op="rope_cos_sin",
+        parameters=parameters(
+            "positions:p:in0.ptr inv_freq:p:in1.ptr cos:p:out0.ptr sin:p:out1.ptr header:p:header.ptr "
+            "count:i:in0.count half:i:in1.dim0 scaling:f:attr.scaling pad:i:zero"
+        ),
+        params_struct="RopeCosSinParams",
+        dense_outputs=(0, 1),
+        source="rope_cos_sin.cu",
+        entry="rope_cos_sin",
+        threads=ROPE_COS_SIN_THREADS,
+        grid=lambda sizes: _blocks(sizes["rows"] * sizes["half"], ROPE_COS_SIN_THREADS),
+        operands={"in0": "i32", "in1": "f32", "out0": "f32", "out1": "f32"},
+        cost=lambda sizes: 1.5 + sizes["rows"] * sizes["half"] * 8 / READ_BYTES_PER_US,
+    ),
+    CudaKernelSpec(
+        name="rope_kv_write.bf16",
+        op="rope_kv_write",
+        cache_dtype="bf16",
+        parameters=parameters(
+            "q:p:in0.ptr k:p:in1.ptr v:p:in2.ptr cos:p:in3.ptr sin:p:in4.ptr q_out:p:out0.ptr cache:p:in5.ptr "
+            "slot_mapping:p:in6.ptr header:p:header.ptr q_stride:l:in0.stride0 k_stride:l:in1.stride0 "
+            "v_stride:l:in2.stride0 q_out_stride:l:out0.stride0 count:i:in0.count num_heads:i:in0.dim1 "
+            "kv_heads:i:in1.dim1 head_dim:i:in0.dim2 half:i:in3.dim1 block_size:i:in5.dim3"
+        ),
+        params_struct="RopeKvWriteParams",
+        dense_inputs=(3, 4),
+        source="rope_kv_write.cu",
+        entry="rope_kv_write",
+        threads=ROPE_KV_WRITE_THREADS,
+        grid=lambda sizes: _blocks(sizes["rows"] * _rope_items(sizes), ROPE_KV_WRITE_THREADS),
+        operands={
+            "in0": "bf16", "in1": "bf16", "in2": "bf16", "in3": "f32", "in4": "f32", "in6": "i64", "out0": "bf16",
+        },
+        why_not=_rope_why_not,
+        cost=_rope_cost,
+    ),
+    *(_decode(head_dim) for head_dim in HEAD_DIMS),
+    *(_mixed(head_dim, wgmma=False) for head_dim in HEAD_DIMS),
+    *(_mixed(head_dim, wgmma=True) for head_dim in WGMMA_HEAD_DIMS),
+)  # fmt: skip

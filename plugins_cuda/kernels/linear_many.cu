@@ -1,0 +1,497 @@
+// y[T, n] = x[T, k] . weight[n, k]^T (+ bias) for many tokens: bound by the tensor cores, or by the weight.
+//
+// A CTA computes tiles of ROWS weight rows x TOKENS tokens. The weight is wgmma's A operand and the tokens
+// are its columns, so one kernel serves 64 to 256 tokens a tile, and quantized weights go from shared memory
+// through registers (m64's fragments are wgmma's) into the tensor cores without a bf16 copy.
+//   warpgroup 0: warp 0 copies weight tiles (contiguous in m64) into a ring, warp 1 boxes of x into its own
+//   warpgroups 1, 2: 64 * kBlocks rows each, f32 accumulators in registers
+// Two rings, so that weights are prefetched while the previous kernel still runs, x after it.
+//   MULTICAST = 2: two CTAs of a cluster share the tokens, each fetches half of x for both
+//   SPLIT_K = s: s CTAs of a cluster share a tile, each has a part of k; the sum goes through distributed
+//                shared memory
+// Structure: the warp-specialised persistent kernels of CUTLASS 3 (NVIDIA, "Efficient GEMM in CUDA").
+//
+// Defines: SCHEME (weight_tile.cuh), ROWS (128, 256), TOKENS (64, 128, 256), MULTICAST (1, 2), SPLIT_K (1 to
+// 8, only where MULTICAST is 1), OUT_F32 (0, 1).
+#include "abi.cuh"
+#include "mbarrier.cuh"
+#include "tma.cuh"
+#include "weight_tile.cuh"
+#include "wgmma.cuh"
+
+namespace castiron {
+namespace {
+
+constexpr int kStep = 64;                       // k of a box of x
+constexpr int kUnitSteps = kUnit / kStep;       // boxes of x per weight tile
+constexpr bool kDense = SCHEME == SCHEME_BF16;  // A from shared memory
+constexpr int kRowTiles = ROWS / 64;            // m64 tiles
+constexpr int kBlocks = kRowTiles / 2;          // of a warpgroup
+constexpr int kConsumers = 256;                 // threads
+constexpr int kConsumerWarps = kConsumers / 32;
+constexpr int kGroupTiles = 2048 / TOKENS;          // token tiles that stay in L2 while the weight streams by
+constexpr int kBoxBytes = TOKENS * kStep * 2;       // x of a step
+constexpr int kCopyBytes = kRowTiles * kTileBytes;  // weight of a unit
+constexpr int kSlotBytes = (kCopyBytes + 1023) / 1024 * 1024;
+constexpr int kSharedBytes = 232448;  // what a CTA may have
+constexpr int kItemBytes = OUT_F32 ? 4 : 2;
+constexpr int kStagedTokens = OUT_F32 ? 32 : 64;  // transposed at a time by a warpgroup
+// bytes of a token; f32 is padded against bank conflicts, bf16 swizzled
+constexpr int kStagedPitch = OUT_F32 ? 68 * 4 : 128;
+constexpr int kStagedBytes = SPLIT_K > 1 ? 0 : kStagedTokens * kStagedPitch;
+constexpr int kRingBytes = kSharedBytes - 1024 - 512 - 2 * kStagedBytes;  // less alignment and barriers
+
+constexpr int least(int a, int b) { return a < b ? a : b; }
+constexpr int kXStages = least(
+    8, least((kRingBytes - 2 * kSlotBytes) / kBoxBytes, kRingBytes / (kBoxBytes + kSlotBytes / kUnitSteps)));
+constexpr int kWeightStages = least(8, (kRingBytes - kXStages * kBoxBytes) / kSlotBytes);
+constexpr int kSumPitch = ROWS + 4;  // floats per token of a partial sum: conflict-free, rows 16-byte aligned
+
+static_assert(ROWS % 128 == 0 && kBlocks * TOKENS <= 256, "accumulators are at most 128 registers");
+static_assert(MULTICAST == 1 || SPLIT_K == 1, "a cluster shares tokens or a tile");
+static_assert(kXStages >= 2 && kWeightStages >= 2, "shared memory");
+static_assert(SPLIT_K == 1 || TOKENS * kSumPitch * 4 <= kRingBytes, "the partial sum takes the rings' place");
+static_assert(2 * 8 * (kXStages + kWeightStages) <= 512, "barriers");
+
+struct Shared {  // addresses
+    uint32_t x, weight, staged, x_full, x_empty, weight_full, weight_empty;
+
+    __device__ explicit Shared(uint32_t base) {
+        x = base;
+        weight = x + kXStages * kBoxBytes;
+        staged = weight + kWeightStages * kSlotBytes;
+        x_full = staged + 2 * kStagedBytes;
+        x_empty = x_full + 8 * kXStages;
+        weight_full = x_empty + 8 * kXStages;
+        weight_empty = weight_full + 8 * kWeightStages;
+    }
+};
+
+template <int kStages>
+struct Ring {  // position of a reader or writer
+    int slot = 0;
+    uint32_t phase = 0;
+
+    __device__ __forceinline__ void advance() {
+        if (++slot == kStages) {
+            slot = 0;
+            phase ^= 1;
+        }
+    }
+};
+
+struct Tile {
+    int token, row;  // first of the CTA's tile; row may be beyond n in the last cluster
+};
+
+struct Work {
+    int live, token_tiles, row_tiles, num_tiles;  // row_tiles: of a cluster
+    int first_unit, num_units;                    // this CTA's part of k
+    int num_steps;
+    int units_of_k;
+    int cluster, num_clusters, rank;
+
+    __device__ explicit Work(const LinearTmaParams &p) {
+        constexpr int kCluster = MULTICAST * SPLIT_K;
+        live = p.header[p.count];
+        token_tiles = (live + TOKENS - 1) / TOKENS;
+        row_tiles = (p.n + ROWS * MULTICAST - 1) / (ROWS * MULTICAST);
+        num_tiles = token_tiles * row_tiles;
+        cluster = blockIdx.x / kCluster;
+        num_clusters = gridDim.x / kCluster;
+        rank = blockIdx.x % kCluster;
+        units_of_k = (p.k + kUnit - 1) / kUnit;
+        const int part = SPLIT_K > 1 ? rank : 0;
+        first_unit = units_of_k * part / SPLIT_K;
+        const int end_unit = units_of_k * (part + 1) / SPLIT_K;
+        num_units = end_unit - first_unit;
+        num_steps = min((p.k + kStep - 1) / kStep, end_unit * kUnitSteps) - first_unit * kUnitSteps;
+    }
+    // Groups of kGroupTiles token tiles; in a group tokens vary fastest, so that the CTAs that run at one
+    // time read few weight rows and all of the group's tokens.
+    __device__ __forceinline__ Tile tile(int index) const {
+        const int group = index / (kGroupTiles * row_tiles);
+        const int within = index - group * kGroupTiles * row_tiles;
+        const int width = min(kGroupTiles, token_tiles - group * kGroupTiles);
+        const int row = within / width;
+        const int token = group * kGroupTiles + within - row * width;
+        return {token * TOKENS, (row * MULTICAST + (MULTICAST > 1 ? rank : 0)) * ROWS};
+    }
+};
+
+__device__ void copy_weights(const LinearTmaParams &p, const Work &work, const Shared &shared) {
+    const uint8_t *weight = static_cast<const uint8_t *>(p.weight);
+    const int last_row_tile = (p.n + 63) / 64 - 1;
+    Ring<kWeightStages> ring;
+    int issued = 0;
+    for (int index = work.cluster; index < work.num_tiles; index += work.num_clusters) {
+        const int row_tile = work.tile(index).row / 64;
+        for (int unit = 0; unit < work.num_units; ++unit) {
+            mbarrier_wait(shared.weight_empty + 8 * ring.slot, ring.phase ^ 1);
+            const uint32_t full = shared.weight_full + 8 * ring.slot;
+            mbarrier_arrive_expect(full, kCopyBytes);
+#pragma unroll
+            for (int i = 0; i < kRowTiles; ++i) {  // tiles beyond n repeat the last one: never stored
+                const int64_t from =
+                    int64_t(min(row_tile + i, last_row_tile)) * work.units_of_k + work.first_unit + unit;
+                copy_bulk(shared.weight + ring.slot * kSlotBytes + i * kTileBytes, weight + from * kTileBytes,
+                          kTileBytes, full);
+            }
+            ring.advance();
+            if (++issued == kWeightStages) let_next_start();
+        }
+    }
+    if (issued < kWeightStages) let_next_start();
+}
+
+__device__ void copy_x(const LinearTmaParams &p, const Work &work, const Shared &shared) {
+    constexpr int kRows = TOKENS / MULTICAST;
+    Ring<kXStages> ring;
+    for (int index = work.cluster; index < work.num_tiles; index += work.num_clusters) {
+        const int token = work.tile(index).token;
+        for (int step = 0; step < work.num_steps; ++step) {
+            const uint32_t full = shared.x_full + 8 * ring.slot;
+            const int column = (work.first_unit * kUnitSteps + step) * kStep;
+            uint32_t to = shared.x + ring.slot * kBoxBytes;
+            if constexpr (MULTICAST > 1) {
+                // empty in all CTAs of the cluster; the barrier counts the bytes of all their copies
+                mbarrier_wait(shared.x_empty + 8 * ring.slot, ring.phase ^ 1);
+                mbarrier_arrive_expect(full, kBoxBytes);
+                to += work.rank * kRows * kStep * 2;
+                copy_box_multicast(to, &p.x, column, token + work.rank * kRows, full, (1 << MULTICAST) - 1);
+            } else {
+                mbarrier_wait(shared.x_empty + 8 * ring.slot, ring.phase ^ 1);
+                mbarrier_arrive_expect(full, kBoxBytes);
+                copy_box(to, &p.x, column, token, full);
+            }
+            ring.advance();
+        }
+    }
+}
+
+struct Consumer {
+    using Accumulators = float[kBlocks][TOKENS / 2];
+
+    const LinearTmaParams &p;
+    const Work &work;
+    const Shared &shared;
+    const int warpgroup = threadIdx.x / 128 - 1;  // 0, 1
+    const int warp = threadIdx.x / 32 % 4;        // in the warpgroup
+    const int lane = threadIdx.x % 32;
+    Ring<kXStages> x;
+    Ring<kWeightStages> weight;
+
+    __device__ Consumer(const LinearTmaParams &p, const Work &work, const Shared &shared)
+        : p(p), work(work), shared(shared) {}
+
+    __device__ __forceinline__ void release_x(int slot) const {
+        const uint32_t barrier = shared.x_empty + 8 * slot;
+        if constexpr (MULTICAST > 1) {
+            if (lane < MULTICAST) mbarrier_arrive_at(barrier, lane);
+        } else {
+            if (lane == 0) mbarrier_arrive(barrier);
+        }
+    }
+    __device__ __forceinline__ void release_weight(int slot) const {
+        if (lane == 0) mbarrier_arrive(shared.weight_empty + 8 * slot);
+    }
+
+    __device__ __forceinline__ uint32_t weight_tiles() const {  // of this warpgroup
+        return shared.weight + weight.slot * kSlotBytes + warpgroup * kBlocks * kTileBytes;
+    }
+
+    // d = the CTA's part of weight . x^T, both from shared memory. A step's wgmmas run while the next one's
+    // are issued; then the step before has finished and its memory is freed.
+    __device__ __forceinline__ void multiply_dense(Accumulators &d) {
+        for (int step = 0; step < work.num_steps; ++step) {
+            mbarrier_wait(shared.weight_full + 8 * weight.slot, weight.phase);
+            mbarrier_wait(shared.x_full + 8 * x.slot, x.phase);
+            const uint64_t a = swizzled_descriptor(weight_tiles());
+            const uint64_t b = swizzled_descriptor(shared.x + x.slot * kBoxBytes);
+            wgmma_fence();
+#pragma unroll
+            for (int s = 0; s < 4; ++s) {  // 16 k are 32 bytes: 2 in a descriptor
+#pragma unroll
+                for (int block = 0; block < kBlocks; ++block)
+                    Wgmma<TOKENS>::shared(d[block], a + block * (kTileBytes / 16) + 2 * s, b + 2 * s,
+                                          step > 0 || s > 0);
+            }
+            wgmma_commit();
+            wgmma_wait<1>();
+            if (step > 0) release_step_before();
+            x.advance();
+            weight.advance();
+        }
+        wgmma_wait<0>();
+        release_step_before();
+    }
+    __device__ __forceinline__ void release_step_before() const {
+        release_x(x.slot == 0 ? kXStages - 1 : x.slot - 1);
+        release_weight(weight.slot == 0 ? kWeightStages - 1 : weight.slot - 1);
+    }
+
+    // The same with dequantized fragments. ptxas serialises wgmmas whose registers are written while others
+    // are in flight, so a warpgroup waits for its own before it dequantizes: the other one's keep the tensor
+    // cores busy.
+    __device__ __forceinline__ void multiply_quantized(Accumulators &d) {
+        uint32_t a[kBlocks][4][4];
+        for (int step = 0; step < work.num_steps; ++step) {
+            const int part = step % kUnitSteps;
+            if (part == 0) mbarrier_wait(shared.weight_full + 8 * weight.slot, weight.phase);
+            const uint8_t *tile = static_cast<const uint8_t *>(__cvta_shared_to_generic(weight_tiles()));
+#pragma unroll
+            for (int block = 0; block < kBlocks; ++block)
+                load_fragments(tile + block * kTileBytes, warp, part, lane, a[block]);
+            mbarrier_wait(shared.x_full + 8 * x.slot, x.phase);
+            const uint64_t b = swizzled_descriptor(shared.x + x.slot * kBoxBytes);
+            wgmma_fence();
+#pragma unroll
+            for (int s = 0; s < 4; ++s) {
+#pragma unroll
+                for (int block = 0; block < kBlocks; ++block)
+                    Wgmma<TOKENS>::registers(d[block], a[block][s], b + 2 * s, step > 0 || s > 0);
+            }
+            wgmma_commit();
+            if (part == kUnitSteps - 1 || step == work.num_steps - 1) {
+                __syncwarp();
+                release_weight(weight.slot);
+                weight.advance();
+            }
+            wgmma_wait<0>();
+            release_x(x.slot);
+            x.advance();
+        }
+    }
+
+    // Bias of the two rows that a lane holds of a block.
+    __device__ __forceinline__ float2 bias_of(int row) const {
+        float2 bias = {0.f, 0.f};
+        if (p.bias != nullptr) {
+            if (row < p.n) bias.x = p.bias[row];
+            if (row + 8 < p.n) bias.y = p.bias[row + 8];
+        }
+        return bias;
+    }
+    // 16 bytes of y from `row` on; single elements where they would pass n or aren't aligned.
+    __device__ __forceinline__ void store(int token, int row, uint4 value, bool aligned) const {
+        constexpr int kItems = 16 / kItemBytes;
+        uint8_t *to = static_cast<uint8_t *>(p.y) + (token * p.y_stride + row) * kItemBytes;
+        if (aligned && row + kItems <= p.n) {
+            *reinterpret_cast<uint4 *>(to) = value;
+            return;
+        }
+        const uint32_t words[4] = {value.x, value.y, value.z, value.w};
+#pragma unroll
+        for (int i = 0; i < kItems; ++i) {
+            if (row + i >= p.n) return;
+            if constexpr (OUT_F32) {
+                reinterpret_cast<uint32_t *>(to)[i] = words[i];
+            } else {
+                reinterpret_cast<uint16_t *>(to)[i] = uint16_t(words[i / 2] >> 16 * (i % 2));
+            }
+        }
+    }
+    __device__ __forceinline__ bool is_aligned() const {
+        return ((reinterpret_cast<uint64_t>(p.y) | uint64_t(p.y_stride) * kItemBytes) & 15) == 0;
+    }
+
+    // y = d + bias, transposed to rows of tokens through the warpgroup's staging memory.
+    __device__ __forceinline__ void write(const Tile &tile, const Accumulators &d) const {
+        const bool aligned = is_aligned();
+        const int thread = threadIdx.x % 128;
+        const uint32_t staged = shared.staged + warpgroup * kStagedBytes;
+#pragma unroll
+        for (int block = 0; block < kBlocks; ++block) {
+            const int first_row = tile.row + (warpgroup * kBlocks + block) * 64;
+            if (first_row >= p.n) break;
+            const float2 bias = bias_of(first_row + 16 * warp + lane / 4);
+#pragma unroll
+            for (int chunk = 0; chunk < TOKENS / kStagedTokens; ++chunk) {
+                const int first_token = tile.token + chunk * kStagedTokens;
+                if (first_token >= work.live) break;
+                const float *values = d[block] + chunk * kStagedTokens / 2;
+                named_barrier(1 + warpgroup, 128);  // the chunk before has been read
+                stage(staged, values, bias);
+                named_barrier(1 + warpgroup, 128);
+                constexpr int kRowChunks = 64 * kItemBytes / 16;  // 16-byte pieces of a token
+#pragma unroll
+                for (int i = thread; i < kStagedTokens * kRowChunks; i += 128) {
+                    const int token = i / kRowChunks, piece = i % kRowChunks;
+                    if (first_token + token >= work.live) break;
+                    const int place = OUT_F32 ? piece : piece ^ (token & 7);
+                    uint4 v;
+                    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                                 : "r"(staged + token * kStagedPitch + place * 16)
+                                 : "memory");
+                    store(first_token + token, first_row + piece * (16 / kItemBytes), v, aligned);
+                }
+            }
+        }
+    }
+    // kStagedTokens tokens of the warp's 16 rows into [token][64 rows].
+    __device__ __forceinline__ void stage(uint32_t staged, const float *values, float2 bias) const {
+#pragma unroll
+        for (int j = 0; j < kStagedTokens / 8; j += OUT_F32 ? 1 : 2) {
+            const float *v = values + 4 * j;
+            if constexpr (OUT_F32) {
+                const uint32_t to =
+                    staged + (8 * j + lane % 4 * 2) * kStagedPitch + (16 * warp + lane / 4) * 4;
+                store_float(to, v[0] + bias.x);
+                store_float(to + kStagedPitch, v[1] + bias.x);
+                store_float(to + 32, v[2] + bias.y);
+                store_float(to + kStagedPitch + 32, v[3] + bias.y);
+            } else {
+                // 8x8 matrices: tokens 8j.. of rows 0.. and 8.., tokens 8j + 8.. of rows 0.. and 8..; a lane
+                // gives the address of token lane % 8 of matrix lane / 8
+                const int token = 8 * j + lane / 16 * 8 + lane % 8;
+                const int piece = 2 * warp + lane / 8 % 2;
+                const uint32_t to = staged + token * kStagedPitch + ((piece ^ (token & 7)) * 16);
+                asm volatile(
+                    "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to),
+                    "r"(pair(v[0] + bias.x, v[1] + bias.x)), "r"(pair(v[2] + bias.y, v[3] + bias.y)),
+                    "r"(pair(v[4] + bias.x, v[5] + bias.x)), "r"(pair(v[6] + bias.y, v[7] + bias.y))
+                    : "memory");
+            }
+        }
+    }
+    static __device__ __forceinline__ void store_float(uint32_t to, float value) {
+        asm volatile("st.shared.f32 [%0], %1;" ::"r"(to), "f"(value) : "memory");
+    }
+    static __device__ __forceinline__ uint32_t pair(float low, float high) {
+        uint32_t packed;
+        asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+        return packed;
+    }
+
+    // The partial sum as [token][kSumPitch] where the rings were: all their copies have been consumed.
+    __device__ __forceinline__ void share(const Accumulators &d) const {
+        named_barrier(1, kConsumers);  // both warpgroups have read the rings
+#pragma unroll
+        for (int block = 0; block < kBlocks; ++block) {
+            const int row = (warpgroup * kBlocks + block) * 64 + 16 * warp + lane / 4;
+#pragma unroll
+            for (int j = 0; j < TOKENS / 8; ++j) {
+                const uint32_t to = shared.x + ((8 * j + lane % 4 * 2) * kSumPitch + row) * 4;
+                store_float(to, d[block][4 * j]);
+                store_float(to + kSumPitch * 4, d[block][4 * j + 1]);
+                store_float(to + 32, d[block][4 * j + 2]);
+                store_float(to + kSumPitch * 4 + 32, d[block][4 * j + 3]);
+            }
+        }
+    }
+    // y = sum over the cluster, in the order of the ranks, + bias, for every SPLIT_K-th token.
+    __device__ __forceinline__ void write_sums(const Tile &tile) const {
+        constexpr int kItems = ROWS / 8;  // of a token: 8 rows each
+        const bool aligned = is_aligned();
+        constexpr int kTokens = (TOKENS + SPLIT_K - 1) / SPLIT_K;
+        for (int i = threadIdx.x - 128; i < kTokens * kItems; i += kConsumers) {
+            const int token = i / kItems * SPLIT_K + work.rank;
+            const int row = tile.row + i % kItems * 8;
+            if (token >= TOKENS || tile.token + token >= work.live || row >= p.n) continue;
+            const uint32_t from = shared.x + (token * kSumPitch + i % kItems * 8) * 4;
+            float4 low[SPLIT_K], high[SPLIT_K];
+#pragma unroll
+            for (int rank = 0; rank < SPLIT_K; ++rank) {
+                low[rank] = load_cluster(from, rank);
+                high[rank] = load_cluster(from + 16, rank);
+            }
+            float sum[8] = {low[0].x,  low[0].y,  low[0].z,  low[0].w,
+                            high[0].x, high[0].y, high[0].z, high[0].w};
+#pragma unroll
+            for (int rank = 1; rank < SPLIT_K; ++rank) {
+                const float part[8] = {low[rank].x,  low[rank].y,  low[rank].z,  low[rank].w,
+                                       high[rank].x, high[rank].y, high[rank].z, high[rank].w};
+#pragma unroll
+                for (int e = 0; e < 8; ++e) sum[e] += part[e];
+            }
+            if (p.bias != nullptr) {
+#pragma unroll
+                for (int e = 0; e < 8; ++e) {
+                    if (row + e < p.n) sum[e] += p.bias[row + e];
+                }
+            }
+            if constexpr (OUT_F32) {
+                store(tile.token + token, row,
+                      {__float_as_uint(sum[0]), __float_as_uint(sum[1]), __float_as_uint(sum[2]),
+                       __float_as_uint(sum[3])},
+                      aligned);
+                store(tile.token + token, row + 4,
+                      {__float_as_uint(sum[4]), __float_as_uint(sum[5]), __float_as_uint(sum[6]),
+                       __float_as_uint(sum[7])},
+                      aligned);
+            } else {
+                store(
+                    tile.token + token, row,
+                    {pair(sum[0], sum[1]), pair(sum[2], sum[3]), pair(sum[4], sum[5]), pair(sum[6], sum[7])},
+                    aligned);
+            }
+        }
+    }
+};
+
+}  // namespace
+
+extern "C" __global__ void __launch_bounds__(384, 1) linear_many(const __grid_constant__ LinearTmaParams p) {
+    extern __shared__ uint8_t memory[];
+    const Shared shared((shared_address(memory) + 1023) / 1024 * 1024);
+    const Work work(p);
+    if (threadIdx.x == 0) {
+        prefetch_map(&p.x);
+        for (int i = 0; i < kXStages; ++i) {
+            mbarrier_init(shared.x_full + 8 * i, 1);
+            mbarrier_init(shared.x_empty + 8 * i, kConsumerWarps * MULTICAST);
+        }
+        for (int i = 0; i < kWeightStages; ++i) {
+            mbarrier_init(shared.weight_full + 8 * i, 1);
+            mbarrier_init(shared.weight_empty + 8 * i, kConsumerWarps);
+        }
+        mbarrier_init_fence();
+    }
+    __syncwarp();
+    if constexpr (MULTICAST > 1) {
+        cluster_barrier_relaxed();  // the other CTA's barriers too are ready
+    } else {
+        __syncthreads();
+    }
+
+    if (threadIdx.x < 128) {
+        shrink_registers<40>();
+        // before wait_for_inputs: no kernel writes weights
+        if (threadIdx.x == 0) copy_weights(p, work, shared);
+        wait_for_inputs();
+        if (threadIdx.x == 32) copy_x(p, work, shared);
+        __syncwarp();
+        if constexpr (SPLIT_K > 1) cluster_barrier();
+    } else {
+        grow_registers<232>();
+        Consumer consumer(p, work, shared);
+        wait_for_inputs();
+        for (int index = work.cluster; index < work.num_tiles; index += work.num_clusters) {
+            Consumer::Accumulators d;
+            if constexpr (kDense) {
+                consumer.multiply_dense(d);
+            } else {
+                consumer.multiply_quantized(d);
+            }
+            if constexpr (SPLIT_K > 1) {  // one tile per cluster
+                consumer.share(d);
+                cluster_barrier();
+                consumer.write_sums(work.tile(index));
+            } else {
+                consumer.write(work.tile(index), d);
+            }
+        }
+        if constexpr (SPLIT_K > 1) {
+            if (work.cluster >= work.num_tiles) cluster_barrier();  // the barrier that the producers count on
+        }
+    }
+    // No CTA ends while another may still read its memory or arrive at its barriers.
+    if constexpr (SPLIT_K > 1) {
+        cluster_barrier();
+    } else if constexpr (MULTICAST > 1) {
+        cluster_barrier_relaxed();
+    }
+}
+
+}  // namespace castiron

@@ -1,0 +1,59 @@
+"""When linear_few's variants apply and which is chosen. Needs no GPU."""
+
+import pytest
+
+from castiron.plugins_cuda.layouts import PACKED_SCHEMES
+from castiron.plugins_cuda.linear_few_specs import SPECS, SPLITS, TOKENS, Tiling
+
+LINEARS = [spec for spec in SPECS if spec.op == "linear"]
+BY_NAME = {spec.name: spec for spec in SPECS}
+LLAMA_8B = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 4096))
+
+
+def sizes(rows: int, n: int, k: int) -> dict[str, int]:
+    return {"rows": rows, "n": n, "k": k, "num_sms": 132}
+
+
+def test_names_differ() -> None:
+    assert len(BY_NAME) == len(SPECS) == len(PACKED_SCHEMES) * (2 * len(TOKENS) * len(SPLITS) + 1)
+
+
+@pytest.mark.parametrize("scheme", PACKED_SCHEMES)
+@pytest.mark.parametrize("tokens", TOKENS)
+def test_shared_memory_fits_a_block_and_mostly_half_a_multiprocessor(scheme: str, tokens: int) -> None:
+    shared_bytes = Tiling(scheme, tokens).shared_bytes
+    assert shared_bytes <= 227 * 1024
+    assert shared_bytes <= 115_000 or (scheme.endswith("_k") and tokens >= 32)
+
+
+def test_refusals_say_why() -> None:
+    assert BY_NAME["linear_few.bf16.8"].why_not(sizes(9, 64, 64)) == "holds 8 tokens, not 9"
+    assert BY_NAME["linear_few.bf16.8"].why_not(sizes(8, 64, 72)) == "takes k in multiples of 32, not 72"
+    assert (
+        BY_NAME["linear_few.q4_1.8.s4"].why_not(sizes(8, 64, 768))
+        == "splits k into 4 parts of 256 or more, not 768"
+    )
+    assert not BY_NAME["linear_few.q4_1.8.s4"].why_not(sizes(8, 64, 800))
+
+
+@pytest.mark.parametrize("scheme", ["bf16", "q4_1", "q6_k"])
+@pytest.mark.parametrize("rows", [1, 8, 9, 16, 17, 40, 64])
+def test_the_smallest_sufficient_capacity_is_the_cheapest(scheme: str, rows: int) -> None:
+    for n, k in LLAMA_8B:
+        able = [
+            spec
+            for spec in LINEARS
+            if spec.scheme == scheme
+            and spec.operands["out0"] == "bf16"
+            and not spec.why_not(sizes(rows, n, k))
+        ]
+        chosen = min(able, key=lambda spec: spec.cost(sizes(rows, n, k)))
+        assert int(dict(chosen.defines)["TOKENS"]) == min(tokens for tokens in TOKENS if tokens >= rows)
+        clusters = chosen.grid(sizes(rows, n, k))
+        assert clusters[0] == chosen.cluster[0] and clusters[0] * clusters[1] >= 96
+
+
+def test_costs_grow_with_the_weight() -> None:
+    for spec in LINEARS:
+        small, large = (spec.cost(sizes(1, n, 8192)) for n in (4096, 8192))
+        assert small <= large < spec.cost(sizes(1, 65536, 8192)), spec.name

@@ -1,0 +1,238 @@
+"""linear_many.*: y = x . weight^T + bias against float64 on the same bf16 inputs and weights rounded to bf16."""
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from checkpoint_blocks import decode_rows, random_rows
+from dense_tiles import pack_dense
+
+from castiron.models.ops import REFERENCES
+from castiron.plugins_cuda.compile import compile_cubin
+from castiron.plugins_cuda.kernel_spec import CudaKernelSpec
+from castiron.plugins_cuda.layouts import PACKED_SCHEMES, pack, unit_columns
+from castiron.plugins_cuda.linear_many_specs import SPECS
+
+pytest.importorskip("cuda.bindings")
+from cuda_kernel_caller import NUM_LOGITS, NUM_TOKENS, TARGET, call, poisoned
+
+pytestmark = pytest.mark.gpu
+
+BY_NAME = {spec.name.removeprefix("linear_many."): spec for spec in SPECS}
+DENSE = [name for name in BY_NAME if name.startswith("bf16.")]
+QUANTIZED = [
+    f"{scheme}.{tiling}"
+    for scheme in PACKED_SCHEMES
+    if scheme != "bf16"
+    for tiling in ("128x256.m2.f32", "256x128", "256x64.s4")
+]
+# live tokens, capacity, n, k: tails of every tile size, single rows, several tiles per CTA's share
+SHAPES = (
+    (1, 1, 8, 8),
+    (1, 128, 1, 512),
+    (5, 64, 72, 64),
+    (64, 64, 64, 1024),
+    (129, 200, 200, 136),
+    (128, 256, 576, 576),
+    (300, 513, 520, 1032),
+    (257, 600, 1001, 712),
+)
+BF16_ROUNDING = 2.0**-8
+ACCUMULATION = 5e-6  # of sum |x| |w|: f32 sums of a few thousand products
+WEIGHT_ROUNDING = 1e-4  # the same, where a weight's f32 value lies so near a tie that it rounds the other way
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled() -> None:
+    """All cubins at once: one after another they'd take minutes."""
+    with ThreadPoolExecutor(12) as pool:
+        for name in (*DENSE, *QUANTIZED):
+            spec = BY_NAME[name]
+            pool.submit(compile_cubin, spec.source, spec.defines, TARGET)
+
+
+@dataclass
+class Case:
+    """Inputs of a launch, on the GPU."""
+
+    live: int
+    x: torch.Tensor  # bf16 [capacity, k], poison beyond `live`
+    packed: torch.Tensor
+    weight: torch.Tensor  # f32 [n, k], rounded to bf16
+    bias: torch.Tensor | None
+
+    @staticmethod
+    def random(
+        scheme: str, live: int, capacity: int, n: int, k: int, seed: int = 0, bias: bool = True, pad: int = 0
+    ) -> "Case":
+        """`pad`: elements between rows of x, a multiple of 8."""
+        rng = np.random.default_rng(seed)
+        generator = torch.Generator("cuda").manual_seed(seed)
+        rows = random_rows(scheme, n, k, rng)
+        x = poisoned(capacity, k + pad, dtype=torch.bfloat16)[:, :k]
+        x[:live] = torch.randn(live, k, generator=generator, device="cuda").bfloat16()
+        return Case(
+            live=live,
+            x=x,
+            packed=torch.from_numpy(pack(scheme, rows, k)).cuda(),
+            weight=torch.from_numpy(decode_rows(scheme, rows)).cuda().bfloat16().float(),
+            bias=torch.randn(n, generator=generator, device="cuda") if bias else None,
+        )
+
+    def run(
+        self,
+        spec: CudaKernelSpec,
+        pad: int = 8,
+        late: tuple[str, ...] = (),
+        capacity: int = 0,
+        count: int = NUM_TOKENS,
+    ) -> torch.Tensor:
+        """y [live, n]; checks that nothing else of its memory was written."""
+        n, k = self.weight.shape
+        dtype = torch.float32 if spec.operands["out0"] == "f32" else torch.bfloat16
+        capacity = capacity or len(self.x)
+        y = poisoned(capacity + 1, n + pad, dtype=dtype)
+        capacities = {"max_tokens": capacity, "max_logits": capacity, "max_seqs": capacity}
+        counts = {"num_tokens": self.live} if count == NUM_TOKENS else {"num_logits": self.live}
+        call(
+            spec, capacities=capacities, late=late, **counts, x=self.x, weight=self.packed, bias=self.bias,
+            y=y, y_stride=n + pad, count=count, n=n, k=k,
+        )  # fmt: skip
+        bits = y.view(torch.int32 if dtype == torch.float32 else torch.int16)
+        assert (bits[self.live :] == -1).all(), "wrote rows beyond the live ones"
+        assert (bits[:, n:] == -1).all(), "wrote columns beyond n"
+        return y[: self.live, :n]
+
+    def check(self, y: torch.Tensor, rounding: float = ACCUMULATION) -> None:
+        x, weight = self.x[: self.live].double(), self.weight.double()
+        bias = None if self.bias is None else self.bias.double()
+        expected = REFERENCES["linear"](x, weight, bias)
+        bound = rounding * (x.abs() @ weight.abs().T + 1) + expected.abs() * 2.0**-22
+        if y.dtype == torch.bfloat16:
+            bound += expected.abs() * BF16_ROUNDING
+        error = (y.double() - expected).abs()
+        assert not torch.isnan(error).any(), f"{int(torch.isnan(error).sum())} NaN of {error.numel()}"
+        assert (error <= bound).all(), (
+            f"{float((error / bound).max())} x the bound, {int((error > bound).sum())} of {error.numel()}"
+        )
+        relative = float(error.norm() / expected.norm())
+        assert relative < (3e-3 if y.dtype == torch.bfloat16 else 20 * rounding), relative
+
+
+def dense_shapes(spec: CudaKernelSpec) -> list[tuple[int, int, int, int]]:
+    """SHAPES with a k that the kernel can split."""
+    return [shape for shape in SHAPES if not spec.why_not({"n": shape[2], "k": shape[3]})]
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_dense_weights_match_the_reference(name: str) -> None:
+    spec = BY_NAME[name]
+    for i, (live, capacity, n, k) in enumerate(dense_shapes(spec)):
+        case = Case.random("bf16", live, capacity, n, k, seed=i, bias=i % 2 == 0, pad=8 * (i % 3))
+        case.check(case.run(spec, pad=(8, 0, 3)[i % 3]))
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_small_integers_are_exact(name: str) -> None:
+    """Sums of products of -3..3 are exact in f32: any element taken from a wrong place shows."""
+    spec = BY_NAME[name]
+    generator = torch.Generator("cuda").manual_seed(1)
+    for live, n, k in ((256, 512, 512), (300, 776, 1088), (64, 1280, 2048)):
+        x = torch.randint(-3, 4, (live, k), generator=generator, device="cuda").bfloat16()
+        weight = torch.randint(-3, 4, (n, k), generator=generator, device="cuda").bfloat16()
+        case = Case(live, x, pack_dense(weight), weight.float(), None)
+        expected = x.double() @ weight.double().T
+        y = case.run(spec)
+        assert torch.equal(y, expected.to(y.dtype))
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_quantized_weights_match_the_reference(name: str) -> None:
+    spec = BY_NAME[name]
+    for i, (live, capacity, n, k) in enumerate(
+        ((1, 1, 8, 1024), (129, 200, 200, 1280), (300, 513, 520, 1536))
+    ):
+        case = Case.random(spec.scheme, live, capacity, n, k, seed=i, bias=i % 2 == 0)
+        case.check(case.run(spec, pad=(8, 3)[i % 2]), WEIGHT_ROUNDING)
+
+
+@pytest.mark.parametrize("name", [name for name in QUANTIZED if name.endswith(".256x128")])
+def test_odd_numbers_of_groups_match_the_reference(name: str) -> None:
+    spec = BY_NAME[name]
+    k = 1792 if unit_columns(spec.scheme) == 256 else 1120  # half a tile of 64 columns
+    case = Case.random(spec.scheme, 70, 70, 130, k, seed=3)
+    case.check(case.run(spec), WEIGHT_ROUNDING)
+
+
+STRUCTURES = ("bf16.128x256.m2", "bf16.256x128", "bf16.256x128.s4", "q4_1.256x128", "q4_k.256x64.s4")
+
+
+@pytest.mark.parametrize("name", STRUCTURES)
+def test_inputs_written_late_are_waited_for_and_runs_repeat_bit_for_bit(name: str) -> None:
+    spec = BY_NAME[name]
+    case = Case.random(spec.scheme, 290, 400, 1160, 1536, seed=5)
+    first = case.run(spec, late=("x",))
+    case.check(first, ACCUMULATION if spec.scheme == "bf16" else WEIGHT_ROUNDING)
+    for _ in range(3):
+        assert torch.equal(case.run(spec), first)
+
+
+@pytest.mark.parametrize("name", STRUCTURES)
+def test_results_of_a_token_do_not_depend_on_the_others(name: str) -> None:
+    spec = BY_NAME[name]
+    case = Case.random(spec.scheme, 290, 400, 200, 1536, seed=6)
+    together = case.run(spec)
+    case.live = 7
+    assert torch.equal(case.run(spec), together[:7])
+
+
+@pytest.mark.parametrize("name", STRUCTURES)
+def test_no_live_rows_write_nothing(name: str) -> None:
+    spec = BY_NAME[name]
+    case = Case.random(spec.scheme, 0, 300, 200, 1536)
+    assert case.run(spec).numel() == 0
+
+
+def test_the_count_may_be_of_logits() -> None:
+    case = Case.random("bf16", 40, 64, 1000, 576, seed=7, bias=False)
+    case.check(case.run(BY_NAME["bf16.256x64.f32"], count=NUM_LOGITS))
+
+
+@pytest.mark.parametrize("name", STRUCTURES[:3])
+def test_nan_and_infinity_stay_in_their_row(name: str) -> None:
+    spec = BY_NAME[name]
+    case = Case.random("bf16", 130, 130, 200, 512, seed=8)
+    clean = case.run(spec)
+    case.x[3, 100], case.x[77, 5] = float("nan"), float("inf")
+    y = case.run(spec)
+    assert torch.isnan(y[3]).all() and not torch.isfinite(y[77]).any()
+    others = [row for row in range(130) if row not in (3, 77)]
+    assert torch.equal(y[others], clean[others])
+
+
+@pytest.mark.parametrize(("live", "n", "k"), [(2048, 6144, 4096), (1000, 4096, 14336), (4500, 1160, 520)])
+def test_many_tiles_per_cta_are_exact(live: int, n: int, k: int) -> None:
+    generator = torch.Generator("cuda").manual_seed(2)
+    x = torch.randint(-3, 4, (live, k), generator=generator, device="cuda").bfloat16()
+    weight = torch.randint(-3, 4, (n, k), generator=generator, device="cuda").bfloat16()
+    expected = (x.double() @ weight.double().T).bfloat16()
+    case = Case(live, x, pack_dense(weight), weight.float(), None)
+    for name in ("bf16.128x256.m2", "bf16.128x128.m2", "bf16.256x128"):
+        assert torch.equal(case.run(BY_NAME[name]), expected), name
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["bf16.128x256.m2", "bf16.256x128.s4"])
+@pytest.mark.parametrize(("live", "n", "k"), [(66000, 32776, 256), (200, 40000, 57344)])
+def test_more_than_2_31_elements(name: str, live: int, n: int, k: int) -> None:
+    generator = torch.Generator("cuda").manual_seed(3)
+    x = torch.randint(-2, 3, (live, k), generator=generator, device="cuda").bfloat16()
+    weight = torch.randint(-2, 3, (n, k), generator=generator, device="cuda", dtype=torch.int8).bfloat16()
+    case = Case(live, x, pack_dense(weight), weight, None)
+    y = case.run(BY_NAME[name])
+    for rows in (slice(0, 100), slice(live - 100, live)):
+        for columns in (slice(0, 200), slice(n - 200, n)):
+            expected = (x[rows].double() @ weight[columns].double().T).bfloat16()
+            assert torch.equal(y[rows, columns], expected)
