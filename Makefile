@@ -1,6 +1,7 @@
 # make demo      a real model answers on this machine
 # make test      everything that takes minutes: lint, types, tests
 # make test-all  the long tests as well (fuzz, soak, gates)
+# make gpu-wheels  what perf/gpu.sh needs beside torch on a GPU machine that can't install packages
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -12,7 +13,7 @@ PIP_INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --constrai
 GENERIC_TESTS := tests/end_to_end/test_tiny_models.py tests/runtime/test_engine_on_cpu.py tests/gate \
   tests/end_to_end/test_concurrency.py::test_logits_of_sixteen_sequences_equal_each_alone_bit_for_bit
 
-.PHONY: demo test test-all lint format wheel clean
+.PHONY: demo test test-all lint format wheel gpu-wheels clean
 
 demo: $(VENV)/.build-extra
 	$(BIN)/python -m castiron.perf.demo --folder build
@@ -42,6 +43,12 @@ format: $(VENV)/.dev-extra
 wheel: $(VENV)/.dev-extra
 	rm -rf build/lib build/bdist.* dist
 	$(BIN)/python -m build --wheel --outdir dist .
+
+gpu-wheels: $(BIN)/python
+	rm -rf build/wheels
+	$(BIN)/pip download --quiet --disable-pip-version-check --no-deps --only-binary=:all: --python-version 3.12 \
+	  --implementation cp --platform manylinux_2_28_x86_64 --platform manylinux_2_17_x86_64 \
+	  --platform manylinux2014_x86_64 --constraint constraints.txt --dest build/wheels msgspec gguf onnx-ir
 
 $(MODEL): $(VENV)/.dev-extra
 	$(BIN)/python -m castiron.perf.demo_model --folder build/models

@@ -1,4 +1,9 @@
-"""The engine loop: token ids in, token ids out, one step at a time."""
+"""The engine loop: token ids in, token ids out, one step at a time.
+
+On a device that runs ahead, step n + 1 is scheduled and launched before the ids of step n are read: it takes
+them on the device. What the host does for a step so happens while the device computes the next one. A sequence
+that turns out to have ended with step n has one more row in step n + 1, whose token is dropped.
+"""
 
 import os
 import time
@@ -72,6 +77,8 @@ class LLMEngine:
             warnings=warnings,
         )
         self._early_outputs: list[RequestOutput] = []  # of requests that ended between steps
+        self._in_flight: ScheduledStep | None = None  # launched, not read
+        self._read_until_s = 0.0
         self._num_arrivals = 0
         self._num_steps = 0
         self._num_prompt_tokens = 0
@@ -142,16 +149,20 @@ class LLMEngine:
         return bool(self._early_outputs) or self.scheduler.has_unfinished()
 
     def step(self) -> list[RequestOutput]:
-        """Compute one step; what it produced, one output for each request that got a token or ended.
+        """Launch one step and read one; what it produced, an output for each request that got a token or ended.
 
         Raises WorkFailedError if the device failed: the engine is lost then.
         """
         outputs, self._early_outputs = self._early_outputs, []
         step = self.scheduler.schedule()
         if step is not None:
-            sampled = self._run(step)
-            if step.sampled:
-                outputs += self._append_tokens(step, sampled)
+            self._launch(step)
+        step, self._in_flight = self._in_flight, step
+        if step is not None:
+            outputs += self._read(step)
+        if self._in_flight is not None and not (self.device.runs_ahead and self.scheduler.has_unfinished()):
+            step, self._in_flight = self._in_flight, None
+            outputs += self._read(step)
         return outputs
 
     def generate(self, requests: Iterable[AddRequest]) -> Iterator[RequestOutput]:
@@ -191,33 +202,51 @@ class LLMEngine:
             busy_s=self._busy_s,
         )
 
-    def _run(self, step: ScheduledStep) -> dict[str, np.ndarray]:
-        """Launch the step's plans and wait; the device's outputs, one entry for each of `step.sampled`."""
+    def _launch(self, step: ScheduledStep) -> None:
+        """Give the step to the device; the tokens it samples are pending until it is read."""
         start_s = time.perf_counter()
-        counts = step.input.counts
-        num_tokens = int(counts.sum())
+        given = step.input
+        num_tokens = int(given.counts.sum())
         forward = self.plans.choose_forward(
-            num_tokens, len(counts), max(1, len(step.sampled)), int(counts.max())
+            num_tokens, len(given.counts), max(1, len(step.sampled)), int(given.counts.max())
         )
         sample = None
         if step.sampled:
-            is_greedy = not self.rows.temperature[step.input.sample_rows].any()
+            is_greedy = not self.rows.temperature[given.sample_rows].any()
             sample = self.plans.sample_of(forward, GREEDY if is_greedy else RANDOM)
-        fill_step(self.device.step_views(forward), step.input, self.rows, self.blocks, self._num_steps)
+        fill_step(self.device.step_views(forward), given, self.rows, self.blocks, self._num_steps)
         self.device.launch(forward, sample)
-        sampled = self.device.wait()
+        for sequence in step.sampled:
+            sequence.num_pending_tokens += 1
+        if step.sampled:
+            ends = given.starts + given.counts
+            reaches_end = np.searchsorted(np.cumsum(given.counts), given.logit_tokens + 1)
+            self.rows.expect_tokens(given.sample_rows, ends[reaches_end])
         self._num_steps += 1
         self._num_prompt_tokens += num_tokens - step.num_decoding
-        self._busy_s += time.perf_counter() - start_s
-        return sampled
+        if self._in_flight is None:
+            self._read_until_s = start_s  # the device was idle until now
+
+    def _read(self, step: ScheduledStep) -> list[RequestOutput]:
+        """Wait for a launched step and give its tokens out."""
+        sampled = self.device.wait()
+        now_s = time.perf_counter()
+        self._busy_s += now_s - self._read_until_s
+        self._read_until_s = now_s
+        return self._append_tokens(step, sampled) if step.sampled else []
 
     def _append_tokens(self, step: ScheduledStep, sampled: dict[str, np.ndarray]) -> list[RequestOutput]:
-        """Give each sampled sequence its token; finished ones leave."""
+        """Give each sampled sequence its token; finished ones leave, and what they get later is dropped."""
         outputs = []
         token_ids = sampled["sampled_token_ids"][: len(step.sampled)].tolist()
         for index, (sequence, token_id) in enumerate(zip(step.sampled, token_ids, strict=True)):
-            self.rows.token_ids[sequence.row, sequence.num_tokens] = token_id
+            sequence.num_pending_tokens -= 1
+            if sequence.is_finished:
+                continue
+            if sequence.row >= 0:
+                self.rows.token_ids[sequence.row, sequence.num_tokens] = token_id
             finish_reason = sequence.append(token_id)
+            self._num_generated_tokens += 1
             logprobs: tuple[TokenLogprobs, ...] = ()
             if sequence.sampling.logprobs is not None:
                 logprobs = (_token_logprobs(sampled, index, sequence.sampling.logprobs),)
@@ -233,7 +262,6 @@ class LLMEngine:
             if finish_reason is not None:
                 self.scheduler.remove(sequence.request_id)
                 self._num_finished += 1
-        self._num_generated_tokens += len(token_ids)
         return outputs
 
 

@@ -53,6 +53,10 @@ class RowTable:
         self.token_ids[row, : len(token_ids)] = token_ids
         return row
 
+    def expect_tokens(self, rows: np.ndarray, positions: np.ndarray) -> None:
+        """The tokens at these places are pending: until they are known a step reads them on the device."""
+        self.token_ids[rows, positions] = -1 - rows
+
     def release(self, row: int) -> None:
         assert row not in self._free
         self._free.append(row)

@@ -66,14 +66,19 @@ class Scheduler:
     def remove(self, request_id: str) -> Sequence | None:
         """Forget a sequence, finished or aborted, and free what it holds; None if it isn't known."""
         sequence = self._sequences.pop(request_id, None)
-        if sequence is not None and sequence.row >= 0:
+        if sequence is None:
+            return None
+        sequence.is_finished = True
+        if sequence.row >= 0:
+            # a step that still runs may write its blocks: whoever gets them next writes in a later step
             self._leave_row(sequence)
         return sequence  # one that waits is dropped when it comes to the front of the heap
 
     def schedule(self) -> ScheduledStep | None:
-        """Choose the next step and count its tokens as computed; None if nothing is unfinished.
+        """Choose the next step and count its tokens as computed; None if there is nothing to compute now.
 
-        The caller runs the step and gives every sequence of `sampled` its token before the next call.
+        The caller launches the step and, before the next call, gives every sequence of `sampled` its token or
+        counts it as pending.
         """
         if not self._sequences:
             return None
@@ -82,7 +87,9 @@ class Scheduler:
         if self.num_preemptions == num_preemptions:
             self._admit_waiting(budget)
         scheduled = [s for s in self._running if s.num_scheduled_tokens]
-        assert scheduled, "a step with unfinished sequences must compute something"
+        if not scheduled:
+            assert any(s.num_pending_tokens for s in self._sequences.values()), "nothing advances"
+            return None
         return self._take_step(scheduled)
 
     def check_integrity(self) -> None:
@@ -97,7 +104,7 @@ class Scheduler:
             assert owners <= set(rows), f"rows {owners - set(rows)} own blocks but don't run"
         for sequence in self._running:
             assert self._sequences[sequence.request_id] is sequence
-            assert 0 <= sequence.num_computed_tokens <= sequence.num_tokens
+            assert 0 <= sequence.num_computed_tokens <= sequence.num_tokens + sequence.num_pending_tokens
         waiting = {s.request_id for _, s in self._waiting if self._sequences.get(s.request_id) is s}
         assert waiting | {s.request_id for s in self._running} == set(self._sequences)
 
@@ -129,8 +136,10 @@ class Scheduler:
             if self._sequences.get(sequence.request_id) is not sequence:
                 heapq.heappop(self._waiting)  # aborted while it waited
                 continue
+            if sequence.num_pending_tokens:
+                return  # preempted a moment ago: the token it still gets is read on the host
             if promised is None:
-                promised = [(s.row, s.num_tokens + 1) for s in self._running]
+                promised = [(s.row, s.num_tokens + s.num_pending_tokens + 1) for s in self._running]
             if not self.blocks.can_admit(sequence.num_tokens + 1, promised):
                 return  # nobody overtakes: a large request isn't starved by small ones
             heapq.heappop(self._waiting)
@@ -172,10 +181,10 @@ class Scheduler:
         for place, sequence in enumerate(scheduled):
             count, sequence.num_scheduled_tokens = sequence.num_scheduled_tokens, 0
             sequence.num_computed_tokens += count
-            if sequence.num_computed_tokens == sequence.num_tokens:
+            if sequence.num_computed_tokens == sequence.num_tokens + sequence.num_pending_tokens:
                 sampled.append(sequence)
                 reaches_end.append(place)
-                num_decoding += count == 1 and bool(sequence.output_token_ids)
+                num_decoding += count == 1 and sequence.num_output_tokens > 0
         last_tokens = np.cumsum(counts, dtype=np.int32) - 1
         if len(sampled) < len(scheduled):
             logit_tokens, sample_rows = last_tokens[reaches_end], rows[reaches_end]

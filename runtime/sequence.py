@@ -1,4 +1,8 @@
-"""One request inside the engine loop: its tokens so far and how far they are computed."""
+"""One request inside the engine loop: its tokens so far and how far they are computed.
+
+A token that a running step samples is pending: it has its place, and the next step may already read it on the
+device, before the host knows its id.
+"""
 
 import os
 from dataclasses import dataclass, field
@@ -20,7 +24,9 @@ class Sequence:
     num_tokens: int  # prompt and output
     output_token_ids: list[int] = field(default_factory=list)
     row: int = -1  # -1 = waiting
-    num_computed_tokens: int = 0
+    num_computed_tokens: int = 0  # in the cache once the steps that were launched are done
+    num_pending_tokens: int = 0  # sampled by steps that the host hasn't read yet: 0 or 1
+    is_finished: bool = False  # ended or aborted: tokens still to come are dropped
     num_scheduled_tokens: int = 0  # in the step being put together
 
     @classmethod
@@ -41,8 +47,15 @@ class Sequence:
 
     @property
     def num_remaining_tokens(self) -> int:
-        """Known tokens that aren't computed."""
-        return self.num_tokens - self.num_computed_tokens
+        """Tokens, known or pending, that aren't computed; 0 once the last one it may have is pending."""
+        if self.num_pending_tokens and self.num_output_tokens >= self.sampling.max_tokens:
+            return 0
+        return self.num_tokens + self.num_pending_tokens - self.num_computed_tokens
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Sampled tokens, a pending one included."""
+        return len(self.output_token_ids) + self.num_pending_tokens
 
     def append(self, token_id: int) -> str | None:
         """Add a sampled token; the finish reason if it was the last one."""

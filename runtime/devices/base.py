@@ -17,6 +17,7 @@ class Device(Protocol):
     header: PlanHeader
     num_blocks: dict[str, int]  # cache group -> blocks (or slots) allocated
     num_threads: int  # compute threads on the host
+    runs_ahead: bool  # launch returns before the step is done: the next one may be launched meanwhile
     timings: dict[str, float]  # device_init_s, load_weights_s, build_graphs_s
 
     def step_views(self, forward_index: int) -> dict[str, np.ndarray]:
@@ -32,9 +33,10 @@ class Device(Protocol):
         ...
 
     def wait(self) -> dict[str, np.ndarray]:
-        """Block until the last launch is done; views of step_abi.output_fields, valid until the next launch.
+        """Block until the oldest launch that wasn't waited for is done; views of step_abi.output_fields.
 
-        Raises WorkFailedError if the device failed.
+        They are valid until the launch after the next. At most two launches may be waiting. Raises
+        WorkFailedError if the device failed.
         """
         ...
 

@@ -34,6 +34,8 @@ class CpuDevice:
     EngineTargetError if the engine can't run here: another target, level, kernel ABI, too little memory.
     """
 
+    runs_ahead = False
+
     def __init__(
         self,
         engine_file: EngineFile,

@@ -7,6 +7,7 @@ replay of every graph on an empty step, after which nothing is allocated.
 
 import os
 import time
+from collections import deque
 
 import numpy as np
 
@@ -30,6 +31,7 @@ from castiron.runtime.step_abi import (
 )
 
 STEP_SLOTS = 4  # step blocks the host may have filled while the device still works on earlier ones
+OUTPUT_SLOTS = 3  # outputs of steps: two launches that weren't waited for, and the one being read
 POISON = 0xFF  # a float32 or bf16 of these bytes is NaN, an int -1
 _MAX_LOADERS = 8  # threads that read weights
 # The first field that only some steps use: what comes before it is copied for every step.
@@ -41,6 +43,7 @@ class GpuContext:
 
     def __init__(self, ordinal: int = 0) -> None:
         """Raises EngineTargetError if there is no driver or no such GPU."""
+        started = time.perf_counter()
         initialize()
         error, self.device = driver.cuDeviceGet(ordinal)
         if error != driver.CUresult.CUDA_SUCCESS:
@@ -51,6 +54,7 @@ class GpuContext:
                 f"GPU {ordinal} refuses a context ({error.name}): stop what else uses it exclusively"
             )
         self.make_current()
+        self.created_s = time.perf_counter() - started
 
     def make_current(self) -> None:
         """Driver calls of this thread go to this device from now on."""
@@ -71,6 +75,7 @@ class CudaDevice:
     """
 
     num_threads = 1
+    runs_ahead = True
 
     def __init__(
         self,
@@ -81,11 +86,11 @@ class CudaDevice:
         poison_arena: bool = False,
         use_graphs: bool = True,
     ) -> None:
-        started = time.perf_counter()
         check_kind(engine_file)
         self.num_blocks = dict(num_blocks)
         self.header, self.plan_arrays = engine_file.plan()
         self._context = context or GpuContext()
+        started = time.perf_counter()
         self._memory: dict[MemoryClass, GpuMemory] = {}
         self._pinned: list[PinnedMemory] = []
         self._plans: LinkedPlans | None = None
@@ -93,17 +98,19 @@ class CudaDevice:
         self._is_closed = False
         self._slot = 0
         self._step_views: dict[tuple[int, int], dict[str, np.ndarray]] = {}
-        self._output_views: dict[int, dict[str, np.ndarray]] = {}
-        self._last_sample: int | None = None
+        self._output_views: dict[tuple[int, int], dict[str, np.ndarray]] = {}
+        self._output_slot = 0  # of the newest launch
+        self._launched: deque[tuple[int, int | None]] = deque()  # output slot, sampling plan; oldest first
         try:
             gpu = gpu_properties(self._context.device)
             check_gpu(engine_file, gpu)
             check_gpu_memory(self.header, self.num_blocks, gpu.free_bytes)
             flags = driver.CUstream_flags.CU_STREAM_NON_BLOCKING
             self._stream = check(driver.cuStreamCreate(flags), "creating a stream")
-            self._done = check(
-                driver.cuEventCreate(driver.CUevent_flags.CU_EVENT_DISABLE_TIMING), "creating an event"
-            )
+            untimed = driver.CUevent_flags.CU_EVENT_DISABLE_TIMING
+            self._done = [
+                check(driver.cuEventCreate(untimed), "creating an event") for _ in range(OUTPUT_SLOTS)
+            ]
             self._allocate()
             allocated = time.perf_counter()
             weights = self._memory[MemoryClass.WEIGHTS]
@@ -120,7 +127,7 @@ class CudaDevice:
             self.close()
             raise
         self.timings = {
-            "device_init_s": allocated - started,
+            "device_init_s": self._context.created_s + allocated - started,
             "load_weights_s": loaded - allocated,
             "build_graphs_s": built - loaded,
         }
@@ -149,14 +156,16 @@ class CudaDevice:
         self._enqueue(forward_index, sample_index)
 
     def wait(self) -> dict[str, np.ndarray]:
-        """Views of what the last launch sampled; empty if it had no sampling plan."""
-        check(driver.cuEventSynchronize(self._done), "running a step")
-        if self._last_sample is None:
+        """Views of what the oldest launch that wasn't waited for sampled; empty if it had no sampling plan."""
+        slot, sample_index = self._launched.popleft()
+        check(driver.cuEventSynchronize(self._done[slot]), "running a step")
+        if sample_index is None:
             return {}
-        if self._last_sample not in self._output_views:
-            capacities = self._capacities(self._last_sample)
-            self._output_views[self._last_sample] = views(self._staging.array, output_fields(), capacities)
-        return self._output_views[self._last_sample]
+        key = (slot, sample_index)
+        if key not in self._output_views:
+            outputs = self._outputs.array[slot * self._output_slot_bytes :]
+            self._output_views[key] = views(outputs, output_fields(), self._capacities(sample_index))
+        return self._output_views[key]
 
     def read_logits(self, num_logits: int) -> np.ndarray:
         """Copy of the last forward's logits, float32 [num_logits, vocab_size]."""
@@ -223,8 +232,9 @@ class CudaDevice:
         self._cache_bases = [self._memory[MemoryClass.CACHE].address + int(start) for start in starts]
         self._step_slots = PinnedMemory(STEP_SLOTS * self._step_bytes)
         self._pinned.append(self._step_slots)
-        self._staging = PinnedMemory(max(1, header.staging_bytes))
-        self._pinned.append(self._staging)
+        self._output_slot_bytes = aligned(max(1, header.staging_bytes))
+        self._outputs = PinnedMemory(OUTPUT_SLOTS * self._output_slot_bytes)
+        self._pinned.append(self._outputs)
         fields = step_fields(header.cache_groups, header.vocab_size)
         capacities = [self._capacities(index) for index in range(len(header.plans))]
         self._copied_bytes = [layout(fields, c)[0][_OPTIONAL_FIELDS_START] for c in capacities]
@@ -242,10 +252,13 @@ class CudaDevice:
                         and sample.ladder == plan.ladder
                     ):
                         self._enqueue(index, sample_index)
+                        self._launched.clear()
         check(driver.cuStreamSynchronize(self._stream), "running an empty step")
 
     def _enqueue(self, forward_index: int, sample_index: int | None) -> None:
+        assert len(self._launched) < OUTPUT_SLOTS - 1, "too many launches that weren't waited for"
         stream = self._stream
+        self._output_slot = (self._output_slot + 1) % OUTPUT_SLOTS
         if self._poison:
             arena = self._memory[MemoryClass.ARENA]
             check(
@@ -260,10 +273,11 @@ class CudaDevice:
         if sample_index is not None:
             self._run(sample_index)
             staging = self._memory[MemoryClass.STAGING].address
-            target, num_bytes = self._staging.array.ctypes.data, self._output_bytes[sample_index]
+            target = self._outputs.array.ctypes.data + self._output_slot * self._output_slot_bytes
+            num_bytes = self._output_bytes[sample_index]
             check(driver.cuMemcpyDtoHAsync(target, staging, num_bytes, stream), "copying outputs")
-        check(driver.cuEventRecord(self._done, stream), "recording an event")
-        self._last_sample = sample_index
+        check(driver.cuEventRecord(self._done[self._output_slot], stream), "recording an event")
+        self._launched.append((self._output_slot, sample_index))
 
     def _run(self, index: int) -> None:
         if self._graphs:

@@ -77,8 +77,12 @@ def simulated_manifest(profile: Profile) -> Manifest:
 class SimulatedDevice:
     """Implements castiron.runtime.devices.base.Device over a pretend KV store."""
 
-    def __init__(self, header: PlanHeader, num_blocks: int) -> None:
+    num_threads = 1
+
+    def __init__(self, header: PlanHeader, num_blocks: int, runs_ahead: bool = False) -> None:
         self.header = header
+        self.runs_ahead = runs_ahead
+        self._waiting: list[dict[str, np.ndarray]] = []  # outputs of launches, oldest first
         self.num_blocks = {"kv": num_blocks}
         self.timings = {"device_init_s": 0.0, "load_weights_s": 0.0, "build_graphs_s": 0.0}
         self.store = np.full((num_blocks * BLOCK_SIZE, 2), -1, np.int64)  # slot -> token id, position
@@ -108,11 +112,13 @@ class SimulatedDevice:
         self._forward(fields, forward.bucket)
         if sample is not None:
             self._sample(fields, sample)
+        self._waiting.append(self._outputs if sample is not None else {})
+        assert len(self._waiting) <= (2 if self.runs_ahead else 1), "more launches than the host may be ahead"
 
     def wait(self) -> dict[str, np.ndarray]:
         if self.fail_at_launch is not None and len(self.launches) > self.fail_at_launch:
             raise WorkFailedError("the simulated device was told to fail")
-        return self._outputs
+        return self._waiting.pop(0)
 
     def read_logits(self, num_logits: int) -> np.ndarray:
         assert num_logits == len(self._logits)
@@ -259,11 +265,12 @@ def simulated_engine(
     max_seq_len: int = MAX_SEQ_LEN,
     max_batched_tokens: int = 32,
     options: EngineOptions | None = None,
+    runs_ahead: bool = False,
 ) -> LLMEngine:
     """An LLMEngine on a SimulatedDevice."""
     profile = Profile(max_seqs, max_seq_len, max_batched_tokens)
     limits: ServingLimits = resolve_limits(options or EngineOptions(), profile)
-    device = SimulatedDevice(simulated_header(profile), num_blocks)
+    device = SimulatedDevice(simulated_header(profile), num_blocks, runs_ahead)
     return LLMEngine(simulated_manifest(profile), device, limits)
 
 
