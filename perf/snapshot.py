@@ -21,6 +21,8 @@ class Machine(msgspec.Struct, frozen=True):
     num_cores: int  # that this process may use
     memory_bytes: int
     system: str
+    gpu: str = ""  # "NVIDIA H200"; "" for an engine on the CPU
+    driver: str = ""  # its version
 
 
 class MeasuredEngine(msgspec.Struct, frozen=True):
@@ -53,7 +55,7 @@ def take_snapshot(manifest: Manifest, argv: Sequence[str], metrics: Mapping[str,
         castiron_version=manifest.provenance.castiron_version,
     )
     return Snapshot(
-        machine=this_machine(),
+        machine=this_machine(manifest.target.kind == "cuda"),
         commit=source_version(),
         date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         command=shlex.join(["bench-engine", *argv]),
@@ -74,14 +76,28 @@ def write_snapshot(path: str | os.PathLike[str], snapshot: Snapshot) -> None:
         raise WorkFailedError(f"can't write {target}: {error.strerror or error}") from error
 
 
-def this_machine() -> Machine:
+def this_machine(with_gpu: bool = False) -> Machine:
     """The machine this process runs on."""
+    gpu, driver = _gpu_and_driver() if with_gpu else ("", "")
     return Machine(
         processor=_processor_name(),
         num_cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         system=f"{platform.system()} {platform.machine()}",
+        gpu=gpu,
+        driver=driver,
     )
+
+
+def _gpu_and_driver() -> tuple[str, str]:
+    """Of the first GPU, as nvidia-smi names them; "" where it can't be asked."""
+    command = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader", "--id=0"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return "", ""
+    name, _, driver = done.stdout.strip().partition(", ")
+    return name, driver
 
 
 def _processor_name() -> str:
@@ -96,9 +112,15 @@ def _processor_name() -> str:
 
 
 def source_version() -> str:
-    """The commit of the source folder ("-dirty" with changes in it), or the version where there is no git."""
+    """The commit of the source folder ("-dirty" with changes in it), or the version where there is no git.
+
+    A copy made by `git archive` knows its commit: it stands in commit.txt.
+    """
     folder = Path(__file__).resolve().parent.parent
     version = f"castiron {castiron.__version__}"
+    archived = Path(__file__).with_name("commit.txt")
+    if archived.is_file() and not archived.read_text().startswith("$Format"):
+        return archived.read_text().strip()
     if not (folder / ".git").exists():
         return version
     try:
