@@ -4,7 +4,7 @@ A parameter is "name:type:binding", in the order of the kernel's parameter struc
 l (int64), i (int32), f (float32), t (a tensor map of 128 bytes; CUDA only, first in its struct). Bindings:
     inN.ptr / outN.ptr      address of the node's N-th input / output (inN.ptr? = 0 when absent)
     inN.stride0             elements between rows (dim 0) of its view
-    inN.dimD                size of dim D, a known integer
+    inN.dimD                size of dim D, a known integer or max_rows
     inN.count               which live count (Count in abi.h and abi.cuh) dim 0 is
     inN.itemsize            bytes of an element
     inN.map                 a tensor map of the operand's rows (CUDA)
@@ -12,7 +12,6 @@ l (int64), i (int32), f (float32), t (a tensor map of 128 bytes; CUDA only, firs
     header.ptr              the step header (CUDA; CPU kernels get it in their context)
     scratch.ptr             memory of this launch alone (CUDA)
     counters.ptr            memory that is zero between launches (CUDA)
-    max_rows                rows of memory class `rows`
     zero                    padding
 """
 

@@ -102,8 +102,6 @@ def scalar_value(launch: Launch, binding: str, max_rows: int) -> int | float:
     """What a parameter that isn't an address is bound to (models/kernel_spec.py lists the bindings)."""
     if binding == "zero":
         return 0
-    if binding == "max_rows":
-        return max_rows
     name, _, what = binding.partition(".")
     if name == "attr":
         return launch.attributes[what]
@@ -119,6 +117,8 @@ def scalar_value(launch: Launch, binding: str, max_rows: int) -> int | float:
         return SYMBOLS.index(symbol)
     assert what.startswith("dim"), binding
     size = view.shape[int(what[3:])]
+    if symbol_of(size) == "max_rows":  # the engine's, not a bucket's capacity
+        return max_rows
     assert isinstance(size, int), f"{launch.node}: {binding} is {size}, expected a known integer"
     return size
 
