@@ -70,10 +70,10 @@ def test_costs_prefer_large_tiles_for_many_tokens_and_split_k_for_few() -> None:
 
 
 @pytest.mark.parametrize(("n", "k", "rows"), MANY_BF16)
-def test_costs_choose_the_measured_best_or_close_to_it(n: int, k: int, rows: int) -> None:
+def test_costs_choose_the_measured_best_within_5_percent(n: int, k: int, rows: int) -> None:
     measured = MANY_BF16[n, k, rows]
     chosen = min(measured, key=lambda name: BY_NAME[f"linear_many.bf16.{name}"].cost(sizes(n, k, rows)))
-    assert measured[chosen] <= 1.16 * min(measured.values()), chosen
+    assert measured[chosen] <= 1.05 * min(measured.values()), chosen
 
 
 def test_costs_are_monotone_in_rows() -> None:
