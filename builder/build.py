@@ -10,6 +10,7 @@ from typing import Any
 
 from castiron.builder.background import Background
 from castiron.builder.checkpoint import Checkpoint
+from castiron.builder.checkpoint.compressed_tensors import scale_warnings
 from castiron.builder.choose_schemes import choose_schemes
 from castiron.builder.collection_paused import collection_paused
 from castiron.builder.describe_build import describe_plan_text, size_text
@@ -142,6 +143,8 @@ def _open(options: BuildOptions, target: Target, phases: Phases, stack: ExitStac
         checkpoint, is_alias = open_model(options.model, options.weights)
         stack.enter_context(checkpoint)
         model = bind_model(checkpoint)
+        if options.weights == "file":
+            model = replace(model, warnings=(*model.warnings, *scale_warnings(checkpoint)))
         parameters, compute = choose_schemes(model.parameters, options.quantize, options.compute, target)
         profile = resolve_profile(options, target, model.config)
         tokenizer = None if is_alias else build_tokenizer(checkpoint)

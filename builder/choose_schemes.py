@@ -4,9 +4,13 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from castiron.builder.parameters import Parameter
-from castiron.builder.targets import Target
+from castiron.builder.targets import Target, target_names
+from castiron.models.decoder import EMBEDDING, LM_HEAD
 from castiron.models.schemes import SCHEMES
 from castiron.runtime.errors import InputError
+
+# what --quantize int4 makes of a linear: the first whose groups divide its rows; one that none fits stays dense
+_INT4_SCHEMES = ("int4_g128", "int4_g64", "int4_g32")
 
 
 def choose_schemes(
@@ -14,8 +18,11 @@ def choose_schemes(
 ) -> tuple[dict[str, Parameter], str]:
     """The parameters with the schemes and the layout the engine stores, and the compute mode.
 
-    Vectors are always f32. Raises InputError for a compute mode the weights or the target don't allow.
+    Vectors are always f32. Raises InputError for a compute mode the weights or the target don't allow, and for weights
+    that no kernel of the target reads.
     """
+    if quantize == "int4":
+        _check_kernels(_INT4_SCHEMES[0], "--quantize int4", target)
     matrices = [p.source_scheme for p in parameters.values() if _is_matrix(p)]
     resolved = resolve_compute(compute, quantize, matrices, target)
     chosen = {}
@@ -23,6 +30,9 @@ def choose_schemes(
         scheme = parameter.scheme
         if _is_matrix(parameter):
             scheme = stored_scheme(parameter.source_scheme, quantize, resolved, target)
+            if quantize == "int4" and name not in (EMBEDDING, LM_HEAD):
+                scheme = _int4_scheme(scheme, parameter.shape[-1])
+            _check_kernels(scheme, f"weight {name}, stored as {scheme},", target)
         chosen[name] = replace(parameter, scheme=scheme, layout=target.layout)
     return chosen, resolved
 
@@ -30,7 +40,7 @@ def choose_schemes(
 def resolve_compute(compute: str, quantize: str, schemes: Iterable[str], target: Target) -> str:
     """The arithmetic for matrices stored in these schemes; see BuildOptions.compute for "auto"."""
     stored = set(schemes)
-    has_kept_blocks = quantize == "keep" and any(SCHEMES[scheme].is_quantized for scheme in stored)
+    has_kept_blocks = quantize != "none" and any(SCHEMES[scheme].is_quantized for scheme in stored)
     if compute == "auto":
         wanted = "int8" if has_kept_blocks else "f32" if stored == {"f32"} else "bf16"
         return wanted if wanted in target.compute else "bf16"
@@ -48,7 +58,7 @@ def resolve_compute(compute: str, quantize: str, schemes: Iterable[str], target:
 def stored_scheme(scheme: str, quantize: str, compute: str, target: Target) -> str:
     """How the engine stores a matrix that the checkpoint stores as `scheme`."""
     if SCHEMES[scheme].is_quantized:
-        if quantize == "keep":
+        if quantize != "none":
             return scheme
         return "f32" if compute == "f32" else "bf16"
     if target.kind == "cuda":
@@ -58,3 +68,16 @@ def stored_scheme(scheme: str, quantize: str, compute: str, target: Target) -> s
 
 def _is_matrix(parameter: Parameter) -> bool:
     return parameter.constant is None and len(parameter.shape) > 1
+
+
+def _int4_scheme(dense: str, k: int) -> str:
+    if SCHEMES[dense].is_quantized:
+        return dense
+    return next((scheme for scheme in _INT4_SCHEMES if k % SCHEMES[scheme].block_size == 0), dense)
+
+
+def _check_kernels(scheme: str, what: str, target: Target) -> None:
+    kinds = SCHEMES[scheme].kinds
+    if target.kind not in kinds:
+        names = " or ".join(target_names(kinds))
+        raise InputError(f"{what} has no kernels on {target.name}: use --quantize none, or --target {names}")

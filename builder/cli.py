@@ -67,7 +67,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--target", metavar="TARGET", help="cpu (this machine's best level, the default) or cpu:LEVEL")
     modes = [*QUANTIZE_MODES, *FUTURE_QUANTIZE_MODES]
     add(
-        "--quantize", metavar="|".join(modes), help="keep (default): as stored in the checkpoint; none: dense"
+        "--quantize",
+        metavar="|".join(modes),
+        help="keep (default): as stored in the checkpoint; none: dense; int4: linears rounded to 4 bits (CUDA targets)",
     )
     add(
         "--compute",

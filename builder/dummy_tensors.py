@@ -46,6 +46,8 @@ def dummy_tensor(parameter: Parameter, weights_offset: int) -> DummyTensor:
         unit_bytes=layout.unit_bytes(scheme.name),
         minimum_factor=minimum_factor,
         scales_per_unit=layout.scales_per_unit(scheme.name),
+        scale_element="bf16" if scheme.scale_dtype == "bf16" else "f16",
+        has_zero_points=scheme.has_zero_points,
     )
 
 
@@ -81,6 +83,8 @@ def _code_statistics(name: str) -> tuple[float, float]:
         scale_mean, scale_square = _moments(0, 64)
         product = scale_square * square + mean * mean * scale_square - 2 * (mean * scale_mean) ** 2
         return math.sqrt(product), mean
+    if scheme.has_zero_points:  # as uniform as the codes
+        return math.sqrt(2 * variance), 0.0
     if scheme.has_minimum:
         return math.sqrt(variance), -mean
     return math.sqrt(_moments(-scheme.zero_point, 2**scheme.bits - scheme.zero_point)[1]), 0.0

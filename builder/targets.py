@@ -2,7 +2,7 @@
 
 import importlib.resources
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,7 +66,7 @@ def resolve_target(name: str) -> Target:
 
     Raises InputError for a name that isn't known or has no kernels.
     """
-    defaults = json.loads(importlib.resources.files("castiron.configs").joinpath("targets.json").read_text())
+    defaults = _defaults()
     kind, _, level = name.partition(":")
     if kind == "cpu":
         if ":" in name:
@@ -84,3 +84,14 @@ def resolve_target(name: str) -> Target:
     return Target(
         name=name, level=level, is_local=is_local, **{**values, "compute": tuple(values["compute"])}
     )
+
+
+def target_names(kinds: Collection[str]) -> list[str]:
+    """Names of the targets of these kinds of hardware."""
+    return [name for name, values in _defaults().items() if values["kind"] in kinds]
+
+
+def _defaults() -> dict[str, Any]:
+    file = importlib.resources.files("castiron.configs").joinpath("targets.json")
+    targets: dict[str, Any] = json.loads(file.read_text())
+    return targets

@@ -3,9 +3,11 @@
 A block of `block_size` consecutive elements of one row shares a scale (and a minimum). Values are
     w = scale * q + minimum        (has_minimum)
     w = scale * (q - zero_point)   (symmetric)
-GGUF blocks, and later compressed-tensors, NVFP4 and FP8, map onto these without loss.
+    w = scale * (q - zero of the group)   (has_zero_points)
+GGUF blocks and compressed-tensors' pack-quantized weights, and later NVFP4 and FP8, map onto these without loss.
 Byte layouts of the GGUF blocks: ggml-common.h and ggml-quants.c of ggml (facts); see plugins_cpu/layouts.py
-for ours.
+for ours. The int4 schemes have no block format of their own in a file; theirs here is, for a group of G elements,
+    bf16 scale, [u8 zero point 0..15], G / 2 bytes of nibbles: element 2i low, 2i + 1 high in byte i.
 """
 
 from dataclasses import dataclass
@@ -24,15 +26,30 @@ class Scheme:
     has_minimum: bool = False
     scale_dtype: str = ""  # "" for dense
     ggml_type: int | None = None
+    has_zero_points: bool = False  # one per group, stored
+    kinds: tuple[str, ...] = ("cpu", "cuda")  # of hardware with kernels that read it
 
     @property
     def is_quantized(self) -> bool:
         return bool(self.scale_dtype)
 
 
+def _int4(group: int) -> tuple[Scheme, Scheme]:
+    """Symmetric, and with zero points."""
+    kinds, num_bytes = ("cuda",), group // 2
+    return (
+        Scheme(
+            f"int4_g{group}", 4, group, 2 + num_bytes, group, zero_point=8, scale_dtype="bf16", kinds=kinds
+        ),
+        Scheme(
+            f"int4_g{group}z", 4, group, 3 + num_bytes, group, has_zero_points=True, scale_dtype="bf16", kinds=kinds
+        ),
+    )  # fmt: skip
+
+
 _ALL = (
-    Scheme("f32", 32, 1, 4, ggml_type=0),
-    Scheme("f16", 16, 1, 2, ggml_type=1),
+    Scheme("f32", 32, 1, 4, ggml_type=0, kinds=("cpu",)),
+    Scheme("f16", 16, 1, 2, ggml_type=1, kinds=("cpu",)),
     Scheme("bf16", 16, 1, 2, ggml_type=30),
     Scheme("q4_0", 4, 32, 18, 32, zero_point=8, scale_dtype="f16", ggml_type=2),
     Scheme("q4_1", 4, 32, 20, 32, has_minimum=True, scale_dtype="f16", ggml_type=3),
@@ -42,9 +59,17 @@ _ALL = (
     Scheme("q4_k", 4, 256, 144, 32, has_minimum=True, scale_dtype="f16*u6", ggml_type=12),
     Scheme("q5_k", 5, 256, 176, 32, has_minimum=True, scale_dtype="f16*u6", ggml_type=13),
     Scheme("q6_k", 6, 256, 210, 16, zero_point=32, scale_dtype="f16*i8", ggml_type=14),
+    *_int4(32),
+    *_int4(64),
+    *_int4(128),
 )
 
 SCHEMES: dict[str, Scheme] = {scheme.name: scheme for scheme in _ALL}
 DENSE_SCHEMES = tuple(s.name for s in _ALL if not s.is_quantized)
 QUANTIZED_SCHEMES = tuple(s.name for s in _ALL if s.is_quantized)
 BY_GGML_TYPE: dict[int, Scheme] = {s.ggml_type: s for s in _ALL if s.ggml_type is not None}
+
+
+def schemes_for(kind: str, quantized: bool | None = None) -> tuple[str, ...]:
+    """Names of the schemes, all or only the quantized or dense ones, that kernels on `kind` ("cpu", "cuda") read."""
+    return tuple(s.name for s in _ALL if kind in s.kinds and quantized in (None, s.is_quantized))

@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 
 from castiron.models.kernel_spec import TYPE_CODES
-from castiron.models.schemes import QUANTIZED_SCHEMES, SCHEMES
+from castiron.models.schemes import SCHEMES, schemes_for
 from castiron.plugins_cpu import layouts
 from castiron.plugins_cpu.compile import build_library
 from castiron.plugins_cpu.specs import SPECS
@@ -153,12 +153,11 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _run(options: argparse.Namespace) -> None:
-    schemes = options.schemes.split(",") if options.schemes else list(QUANTIZED_SCHEMES)
+    schemes = options.schemes.split(",") if options.schemes else schemes_for("cpu", quantized=True)
     for scheme in schemes:
         if f"{options.kernel}.{scheme}" not in SPECS:
-            raise InputError(
-                f"there is no kernel {options.kernel}.{scheme}: schemes are {', '.join(SCHEMES)}"
-            )
+            known = ", ".join(schemes_for("cpu"))
+            raise InputError(f"there is no kernel {options.kernel}.{scheme}: schemes are {known}")
     bandwidth = read_bandwidth(options.threads)
     runner = KernelRunner(options.level, options.threads)
     print(f"{options.level}, {options.threads} threads, memory reads {bandwidth / 1e9:.1f} GB/s")

@@ -52,8 +52,13 @@ _PLANE_PARTS = ("nibbles", "high1", "high2", "bytes")
 
 
 def row_bytes(scheme: str, k: int) -> int:
-    """Bytes of one checkpoint row of k elements. Raises ValueError if k isn't a multiple of the block."""
+    """Bytes of one checkpoint row of k elements.
+
+    Raises ValueError if k isn't a multiple of the block, or for a scheme the layout doesn't have.
+    """
     record = SCHEMES[scheme]
+    if "cpu" not in record.kinds:
+        raise ValueError(f"{LAYOUT} has no {scheme} panels")
     if k < 1 or k % record.block_size:
         raise ValueError(
             f"{scheme} row has {k} elements, expected a positive multiple of {record.block_size}"

@@ -6,7 +6,7 @@ cache's; a kernel's name is "op", "op.scheme" or "op.cache_dtype".
 
 from castiron.models.kernel_spec import KernelSpec
 from castiron.models.kernel_spec import parameters as _parameters
-from castiron.models.schemes import DENSE_SCHEMES, QUANTIZED_SCHEMES
+from castiron.models.schemes import schemes_for
 
 CACHE_DTYPES = ("f32", "f16")
 Q8_GROUP = 32  # activations sharing a scale in the *_q8 kernels
@@ -143,7 +143,7 @@ _PLAIN = (
 
 def _per_scheme() -> list[KernelSpec]:
     specs = []
-    for scheme in DENSE_SCHEMES + QUANTIZED_SCHEMES:
+    for scheme in schemes_for("cpu"):
         specs.append(
             KernelSpec(
                 f"embedding.{scheme}",
@@ -171,7 +171,7 @@ def _per_scheme() -> list[KernelSpec]:
                 weight_input=1,
             )
         )
-    for scheme in QUANTIZED_SCHEMES:
+    for scheme in schemes_for("cpu", quantized=True):
         specs.append(
             KernelSpec(
                 f"linear_q8.{scheme}",

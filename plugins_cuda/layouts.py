@@ -7,7 +7,7 @@ A fragment (panel p = 0..3, step s) is the A operand of mma.m16n8k16: rows 16p..
 holds 8 of its elements, pairs (lo, hi) of the columns 2t, 2t + 1 (+ 8):
     a0 = row g, columns 2t..      a1 = row g + 8, columns 2t..
     a2 = row g, columns 2t + 8..  a3 = row g + 8, columns 2t + 8..
-Tiles (U = 64 columns; of K-quants 256 = 4 times 64, each plane 4 times over):
+Tiles (U = 64 columns; of larger blocks as many as a block, each plane once for every 64 of them):
     bf16   [row 64][16-byte chunk 8], chunk c of row r at position c ^ (r % 8): the 128-byte swizzle of wgmma
     q4_0   f16 scale[2][64]                       nibbles
     q4_1   f16 scale[2][64], f16 minimum[2][64]   nibbles
@@ -17,6 +17,8 @@ Tiles (U = 64 columns; of K-quants 256 = 4 times 64, each plane 4 times over):
     q4_k   f16 d[64], f16 dmin[64], u8 scales[12][64]   nibbles
     q5_k   f16 d[64], f16 dmin[64], u8 scales[12][64]   nibbles, high1
     q6_k   f16 d[64], i8 scales[16][64]                 nibbles, high2
+    int4_gG   bf16 scale[U / G][64]                         nibbles; of g128, U is 128
+    int4_gGz  bf16 scale[U / G][64], u8 zero[U / G][64]     nibbles
 Planes of 64 columns (4 steps):
     nibbles [panel][lane][u32 of step s]            bits 4i.. are a_i.lo, bits 16 + 4i.. a_i.hi
     high1   [panel][lane][byte of step s]           bit i is the fifth bit of a_i.lo, bit 4 + i of a_i.hi
@@ -47,8 +49,14 @@ _BLOCK_PARTS: dict[str, tuple[tuple[str, int], ...]] = {
     "q4_k": (("scale", 2), ("minimum", 2), ("scales", 12), ("nibbles", 128)),
     "q5_k": (("scale", 2), ("minimum", 2), ("scales", 12), ("high1", 32), ("nibbles", 128)),
     "q6_k": (("nibbles", 128), ("high2", 64), ("scales", 16), ("scale", 2)),
+    "int4_g32": (("scale", 2), ("nibbles", 16)),
+    "int4_g32z": (("scale", 2), ("zero", 1), ("nibbles", 16)),
+    "int4_g64": (("scale", 2), ("nibbles", 32)),
+    "int4_g64z": (("scale", 2), ("zero", 1), ("nibbles", 32)),
+    "int4_g128": (("scale", 2), ("nibbles", 64)),
+    "int4_g128z": (("scale", 2), ("zero", 1), ("nibbles", 64)),
 }
-_HEADER_PARTS = ("scale", "minimum", "scales")  # in a tile's order, before
+_HEADER_PARTS = ("scale", "minimum", "zero", "scales")  # in a tile's order, before
 _PLANE_PARTS = ("nibbles", "bytes", "high1", "high2")  # the code planes in theirs
 _CODE_BITS = {"nibbles": 4, "bytes": 8, "high1": 1, "high2": 2}
 PACKED_SCHEMES = ("bf16", *_BLOCK_PARTS)
@@ -72,7 +80,7 @@ def unit_bytes(scheme: str) -> int:
 
 
 def scales_per_unit(scheme: str) -> int:
-    """f16 scales a unit begins with; as many minimums follow in schemes that have them."""
+    """Scales a unit begins with; as many minimums or zero points follow in schemes that have them."""
     return TILE_ROWS * max(1, 64 // SCHEMES[scheme].block_size)
 
 
@@ -180,6 +188,8 @@ def _pack_blocks(scheme: str, rows: np.ndarray, tiles: np.ndarray) -> None:
         start += num_bytes
         if name == "scales":
             fields[name][...] = part[:, :, :, 0].transpose(0, 2, 3, 1)
+        elif name == "zero":
+            fields[name][...] = part[..., 0].transpose(0, 2, 3, 1)
         elif name in _HEADER_PARTS:
             fields[name][...] = part.view("<u2")[..., 0].transpose(0, 2, 3, 1)
         else:
@@ -200,6 +210,8 @@ def _unpack_blocks(scheme: str, tiles: np.ndarray) -> np.ndarray:
         start += num_bytes
         if name == "scales":
             part[:, :, :, 0] = fields[name].transpose(0, 3, 1, 2)
+        elif name == "zero":
+            part[..., 0] = fields[name].transpose(0, 3, 1, 2)
         elif name in _HEADER_PARTS:
             part.view("<u2")[..., 0] = fields[name].transpose(0, 3, 1, 2)
         else:
@@ -211,8 +223,8 @@ def _unpack_blocks(scheme: str, tiles: np.ndarray) -> np.ndarray:
 def _tile_fields(scheme: str, tiles: np.ndarray) -> dict[str, np.ndarray]:
     """Views of the parts of tiles u8 [groups, tiles, bytes].
 
-    scale, minimum: u16 [groups, tiles, blocks, 64]; scales: u8 [groups, tiles, count, 64]; planes: per 64 columns,
-    panel and lane the 4 steps' words, [groups, tiles, 64-column parts, 4, 32, 4] (bytes: u64).
+    scale, minimum: u16 [groups, tiles, blocks, 64], zero: u8 of that shape; scales: u8 [groups, tiles, count, 64];
+    planes: per 64 columns, panel and lane the 4 steps' words, [groups, tiles, 64-column parts, 4, 32, 4] (bytes: u64).
     """
     parts = dict(_BLOCK_PARTS[scheme])
     unit = unit_columns(scheme)
@@ -225,7 +237,7 @@ def _tile_fields(scheme: str, tiles: np.ndarray) -> dict[str, np.ndarray]:
         field = tiles[..., start : start + num_bytes]
         start += num_bytes
         lead = tiles.shape[:2]
-        if name == "scales":
+        if name in ("zero", "scales"):
             fields[name] = field.reshape(*lead, -1, TILE_ROWS)
         elif name in _HEADER_PARTS:
             fields[name] = field.view("<u2").reshape(*lead, -1, TILE_ROWS)
@@ -333,4 +345,6 @@ def _join(scheme: str, name: str, codes: np.ndarray) -> np.ndarray:
 
 def _run(scheme: str) -> int:
     """Consecutive elements whose low nibbles lie in consecutive bytes, the next as many in the high nibbles."""
+    if scheme.startswith("int4"):
+        return 1
     return {32: 16, 256: 64 if scheme == "q6_k" else 32}[SCHEMES[scheme].block_size]

@@ -4,59 +4,75 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from castiron.models.kernel_spec import parameters
-from castiron.models.schemes import SCHEMES
 from castiron.plugins_cuda.kernel_spec import CudaKernelSpec, Grid, Sizes
 from castiron.plugins_cuda.layouts import PACKED_SCHEMES, TILE_ROWS, packed_bytes, tile_bytes, unit_columns
 
-TOKENS = (8, 16, 32, 64)  # capacities a kernel is compiled for
+TOKENS = (8, 16)  # capacities a kernel is compiled for
 SPLITS = (1, 2, 4, 8)  # CTAs of a cluster that share k
-_WARPS = 8
-_HALF_SM_BYTES = 115_000  # of shared memory, for two CTAs on a multiprocessor
+_SM_BYTES = 230_000  # of shared memory that a CTA may have; half of it lets two run on a multiprocessor
+_MOST_WARPS, _FEWEST_WARPS = 8, 3
+_MOST_SLOTS = 4
+# Of times on an H200; a CTA's rates are those of one alone on its multiprocessor.
+_START_US = 1.7
+_SPLIT_US = 0.7  # to send and add the sums of a cluster
+_WAVE_US = 0.5  # to start another CTA of a cluster
+_MEMORY_BYTES_PER_US = 4.3e6
+_L2_BYTES_PER_US = 6.0e6
+_CTA_BYTES_PER_US = 0.04e6
+_CTAS_AT_ONCE = {1: 264, 2: 264, 4: 240, 8: 224}  # by split: a cluster lies in one GPC
+_TILE_US = {8: 0.09, 16: 0.14}  # of 64 x 64 quantized weights on a multiprocessor, by tokens
+_CTA_TILE_US = {8: 0.13, 16: 0.2}
 _EMBEDDING_THREADS = 128
 _EMBEDDING_COLUMNS = 4 * _EMBEDDING_THREADS
-
-_FIXED_US = 1.3
-_MEMORY_BYTES_PER_US = 4.0e6
-_L2_BYTES_PER_US = 5.5e6
-_SM_BYTES_PER_US = 0.04e6  # that one multiprocessor can take in
-_WEIGHTS_PER_US = {True: 12e6, False: 5e6}  # dequantized: as integer codes, as bf16
 
 
 @dataclass(frozen=True)
 class Tiling:
-    """What kernels/linear_few.cu derives from its scheme and number of tokens; the names are its own."""
+    """What kernels/linear_few.cu is compiled with for its scheme and number of tokens."""
 
     scheme: str
     tokens: int
 
     @property
-    def scales_sums(self) -> bool:
-        return self.scheme != "bf16" and self.tokens <= (8 if SCHEMES[self.scheme].group_size == 16 else 16)
-
-    @property
-    def rows(self) -> int:
-        return TILE_ROWS if self.tokens <= 16 else 2 * TILE_ROWS
-
-    @property
-    def stage_tiles(self) -> int:
-        """Along k."""
-        row_warps = self.rows // 16 // (1 if self.scheme == "bf16" else 2)
-        return 1 if unit_columns(self.scheme) > 64 else _WARPS // row_warps
-
-    @property
     def columns(self) -> int:
-        """Of a stage."""
-        return self.stage_tiles * unit_columns(self.scheme)
+        """Of a tile, of which a warp has one at a time."""
+        return unit_columns(self.scheme)
+
+    @property
+    def slot_bytes(self) -> int:
+        return tile_bytes(self.scheme) + self.tokens * 2 * self.columns
+
+    @property
+    def received_bytes(self) -> int:
+        """Sums from the CTAs of the cluster."""
+        return 4 * TILE_ROWS * self.tokens
+
+    @property
+    def _ring_bytes(self) -> int:
+        """Of a CTA, such that two CTAs run on a multiprocessor if warps enough find room for two tiles each."""
+        half = _SM_BYTES // 2 - self.received_bytes
+        fits = half >= 2 * _FEWEST_WARPS * self.slot_bytes
+        return half if fits else _SM_BYTES - self.received_bytes
+
+    @property
+    def warps(self) -> int:
+        most = _MOST_WARPS if self.tokens == 8 else _MOST_WARPS - 2  # for more registers
+        if self.scheme == "bf16":  # tiles of 8 KB: more of them in flight matter more than more warps
+            most = _MOST_WARPS // 2
+        return min(most, self._ring_bytes // (2 * self.slot_bytes))
+
+    @property
+    def slots(self) -> int:
+        """Tiles of a warp in shared memory."""
+        return min(_MOST_SLOTS, self._ring_bytes // (self.warps * self.slot_bytes))
 
     @property
     def shared_bytes(self) -> int:
-        weights = self.rows // TILE_ROWS * self.stage_tiles * tile_bytes(self.scheme)
-        stage = weights + self.tokens * (2 * self.columns + 16)
-        return stage * min(8, max(3, _HALF_SM_BYTES // stage))
+        return self.warps * self.slots * self.slot_bytes + self.received_bytes
 
 
 def _num_row_blocks(tiling: Tiling, sizes: Sizes) -> int:
-    return -(-sizes["n"] // tiling.rows)
+    return -(-sizes["n"] // TILE_ROWS)
 
 
 def _why_not(tiling: Tiling, split: int) -> Callable[[Sizes], str]:
@@ -74,19 +90,23 @@ def _why_not(tiling: Tiling, split: int) -> Callable[[Sizes], str]:
 
 def _cost(tiling: Tiling, split: int) -> Callable[[Sizes], float]:
     def cost(sizes: Sizes) -> float:
-        n, k = sizes["n"], sizes["k"]
         row_blocks = _num_row_blocks(tiling, sizes)
-        weight_bytes = TILE_ROWS * -(-n // TILE_ROWS) * -(-k // unit_columns(tiling.scheme)) * (
-            tile_bytes(tiling.scheme) // TILE_ROWS
-        )  # fmt: skip
-        rate = min(_MEMORY_BYTES_PER_US, min(row_blocks * split, sizes["num_sms"]) * _SM_BYTES_PER_US)
-        through_l2 = (weight_bytes + row_blocks * tiling.tokens * k * 2) / _L2_BYTES_PER_US
-        share = min(1.0, row_blocks * split / sizes["num_sms"])  # of the multiprocessors that work
-        dequantizing = (
-            0.0 if tiling.scheme == "bf16" else n * k / (_WEIGHTS_PER_US[tiling.scales_sums] * share)
+        units = row_blocks * -(-sizes["k"] // tiling.columns)
+        weight_bytes = units * tile_bytes(tiling.scheme)
+        x_bytes = units * tiling.columns * 2 * min(tiling.tokens, sizes["rows"])
+        ctas = row_blocks * split
+        time = max(
+            weight_bytes / min(_MEMORY_BYTES_PER_US, ctas * _CTA_BYTES_PER_US),
+            (weight_bytes + x_bytes) / _L2_BYTES_PER_US,
         )
-        reduction = 0.0 if split == 1 else 0.3 + 0.05 * split + tiling.rows * tiling.tokens / 20_000
-        return _FIXED_US + max(weight_bytes / rate, through_l2, dequantizing) + reduction
+        if tiling.scheme != "bf16":
+            tiles = units * tiling.columns / 64
+            rate = min(sizes["num_sms"] / _TILE_US[tiling.tokens], ctas / _CTA_TILE_US[tiling.tokens])
+            time = max(time, tiles / rate)
+        if split > 1:
+            waves = -(-ctas // _CTAS_AT_ONCE[split])
+            time += _SPLIT_US + _WAVE_US * waves * (split - 1)
+        return _START_US + time
 
     return cost
 
@@ -97,6 +117,8 @@ def _linear(scheme: str, tokens: int, dtype: str, split: int) -> CudaKernelSpec:
         "SCHEME": f"SCHEME_{scheme.upper()}",
         "TOKENS": tokens,
         "OUT_F32": int(dtype == "f32"),
+        "WARPS": tiling.warps,
+        "SLOTS": tiling.slots,
         "SHARED_BYTES": tiling.shared_bytes,
     }
 
@@ -118,7 +140,7 @@ def _linear(scheme: str, tokens: int, dtype: str, split: int) -> CudaKernelSpec:
         k_multiple=32,
         source="linear_few.cu",
         entry="linear_few",
-        threads=32 * _WARPS,
+        threads=32 * tiling.warps,
         grid=grid,
         operands={"in0": "bf16", "in2": "f32", "out0": dtype},
         defines=tuple((name, str(value)) for name, value in defines.items()),

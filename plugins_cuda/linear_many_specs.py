@@ -7,17 +7,37 @@ from castiron.models.kernel_spec import parameters
 from castiron.plugins_cuda.kernel_spec import CudaKernelSpec, Grid, Sizes
 from castiron.plugins_cuda.layouts import PACKED_SCHEMES, TILE_ROWS, tile_bytes, unit_columns
 
-SHARED_BYTES = 232448  # kSharedBytes of the kernel: all that a CTA may have
-_THREADS = 384  # a warpgroup that copies, two that multiply
+SHARED_BYTES = {1: 232448, 2: 115712}  # kSharedBytes of the kernel, by CTAs on a multiprocessor
+_THREADS = {1: 384, 2: 320}  # two warpgroups that multiply, and warps that copy
 _STEP = 64  # k of a box of x
-_FLOPS_PER_MICROSECOND = 650e6
-_MEMORY_BYTES_PER_MICROSECOND = 4.0e6
-_L2_BYTES_PER_MICROSECOND = 6.5e6
-_SMS_OF_GPC = 16  # at least; a cluster lies in one
-_STREAMING_CTAS = 100  # that reach the memory's rate together
 _GROUP_TOKENS = 2048  # over which the weight is read once
-_EFFICIENCY = {256: 1.0, 128: 0.88, 64: 0.6}  # tokens of a tile -> share of the rate, copies aside
-_QUANTIZED_EFFICIENCY = 0.9  # dequantizing beside the tensor cores
+
+# Fitted to times on an H200 of bf16 weights (tests/plugins_cuda/test_linear_costs.py holds what they must decide).
+_FLOPS_PER_MICROSECOND = 724e6
+_EFFICIENCY = {256: 1.01, 128: 0.98, 64: 0.9, 32: 0.6, 16: 0.35}  # tokens of a tile -> share of that rate
+_MEMORY_BYTES_PER_MICROSECOND = {1: 3.6e6, 2: 4.1e6}  # by CTAs on a multiprocessor
+_L2_BYTES_PER_MICROSECOND = 6e6
+_SM_BYTES_PER_MICROSECOND = 0.1e6  # of one multiprocessor, from L2
+_CTA_BYTES_PER_MICROSECOND = {1: 0.1e6, 2: 0.045e6}  # of one CTA's ring where the weight comes from memory
+_CLUSTERS_AT_ONCE = {
+    1: 1.0,
+    2: 1.0,
+    3: 0.96,
+    4: 0.91,
+    5: 0.84,
+    8: 0.85,
+}  # a cluster lies in one GPC: some SMs idle
+_START_MICROSECONDS = {1: 1.5, 2: 2.0}
+# a tile that is split is a CTA's only one: nothing hides its start and sum
+_SPLIT_MICROSECONDS = {1: 6.0, 2: 1.0}
+_SPLIT_ELEMENTS_PER_MICROSECOND = {1: 9_500, 2: 16_000}  # of a tile
+# two CTAs on a multiprocessor whose tiles are split take this much longer than the terms below say, by tokens
+_SPLIT_SLOWDOWN = {16: 1.2, 32: 1.2, 64: 1.55, 128: 1.55}
+# To dequantize and multiply 64 x 64 int4 weights: a CTA that has its multiprocessor alone, and one of two by tokens;
+# other quantized weights take longer.
+_TILE_MICROSECONDS = 0.22
+_TILE_MICROSECONDS_OF_TWO = {16: 0.22, 32: 0.26, 64: 0.32, 128: 0.45}
+_OTHER_TILES = 1.5
 
 
 @dataclass(frozen=True)
@@ -26,6 +46,7 @@ class Tiling:
     tokens: int
     multicast: int = 1  # CTAs of a cluster that share x
     split_k: int = 1  # CTAs of a cluster that share a tile
+    per_sm: int = 1  # CTAs on a multiprocessor
 
     @property
     def cluster(self) -> int:
@@ -52,8 +73,16 @@ _TILINGS = (
     Tiling(256, 64, split_k=2),
     Tiling(256, 64, split_k=4),
     Tiling(256, 64, split_k=8),
+    *(Tiling(128, tokens, split_k=split, per_sm=2) for tokens in (16, 32, 64) for split in (1, 2, 3, 4)),
 )
-_F32_TILINGS = (Tiling(128, 256, multicast=2), Tiling(256, 128), Tiling(256, 64))  # of logits: n is large
+# dequantizing takes too many registers for two of these on a multiprocessor
+_DENSE_TILINGS = tuple(Tiling(128, 128, split_k=split, per_sm=2) for split in (2, 3, 4))
+_F32_TILINGS = (  # of logits: n is large
+    Tiling(128, 256, multicast=2),
+    Tiling(256, 128),
+    Tiling(256, 64),
+    *(Tiling(128, tokens, per_sm=2) for tokens in (16, 32, 64)),
+)
 
 
 def _num_tiles(tiling: Tiling, sizes: Sizes) -> int:
@@ -66,7 +95,7 @@ def _grid(tiling: Tiling) -> Callable[[Sizes], Grid]:
     def grid(sizes: Sizes) -> Grid:
         clusters = _num_tiles(tiling, sizes)
         if tiling.split_k == 1:  # persistent
-            clusters = min(clusters, sizes["num_sms"] // tiling.cluster)
+            clusters = min(clusters, sizes["num_sms"] * tiling.per_sm // tiling.cluster)
         return (clusters * tiling.cluster, 1, 1)
 
     return grid
@@ -85,27 +114,42 @@ def _why_not(scheme: str, tiling: Tiling) -> Callable[[Sizes], str]:
 
 def _cost(scheme: str, tiling: Tiling) -> Callable[[Sizes], float]:
     weight_bytes_per_k = tile_bytes(scheme) / (TILE_ROWS * unit_columns(scheme))  # of a row
-    efficiency = _EFFICIENCY[tiling.tokens] * (1.0 if scheme == "bf16" else _QUANTIZED_EFFICIENCY)
+    per_sm = tiling.per_sm
 
     def cost(sizes: Sizes) -> float:
-        num_sms, k = sizes["num_sms"], sizes["k"]
-        num_ctas = _num_tiles(tiling, sizes) * tiling.cluster
-        at_once = num_sms // tiling.cluster
-        if tiling.cluster > 2:
-            at_once = num_sms // _SMS_OF_GPC * (_SMS_OF_GPC // tiling.cluster)
-        waves = -(-_num_tiles(tiling, sizes) // at_once)
+        num_sms, n, k = sizes["num_sms"], sizes["n"], sizes["k"]
+        num_tiles = _num_tiles(tiling, sizes)
+        at_once = int(num_sms * per_sm * _CLUSTERS_AT_ONCE[tiling.cluster] / tiling.cluster)
+        waves = -(-num_tiles // at_once)
+        num_ctas = num_tiles * tiling.cluster  # in all waves
+        ctas_of_sm = min(per_sm, -(-num_ctas // num_sms))  # at once
         part_k = -(-k // tiling.split_k)
-        flops = 2 * tiling.rows * tiling.tokens * part_k / (_FLOPS_PER_MICROSECOND * efficiency / num_sms)
-        copied = part_k * (tiling.rows * weight_bytes_per_k + 2 * tiling.tokens / tiling.multicast)
-        copies = copied / (_L2_BYTES_PER_MICROSECOND / num_sms)
+        rate = _FLOPS_PER_MICROSECOND * _EFFICIENCY[tiling.tokens] / num_sms
+        flops = waves * ctas_of_sm * 2 * tiling.rows * tiling.tokens * part_k / rate
+        copied = part_k * (
+            tiling.rows * weight_bytes_per_k + 2 * tiling.tokens / tiling.multicast
+        )  # of a CTA
+        copies = waves * ctas_of_sm * copied / _SM_BYTES_PER_MICROSECOND
         passes = -(-sizes["rows"] // _GROUP_TOKENS)
-        weight_bytes = -(-sizes["n"] // TILE_ROWS) * TILE_ROWS * k * weight_bytes_per_k * passes
-        memory = weight_bytes / (_MEMORY_BYTES_PER_MICROSECOND * min(1.0, num_ctas / _STREAMING_CTAS))
-        # a tile that is split is a CTA's only one: nothing hides its start and its sum
-        exposed = (
-            0.0 if tiling.split_k == 1 else 2.5 * (waves - 1) + waves * tiling.rows * tiling.tokens / 16384
+        weight_bytes = -(-n // TILE_ROWS) * TILE_ROWS * k * weight_bytes_per_k * passes
+        readers = min(_num_tiles(tiling, {**sizes, "rows": 1}), at_once) * tiling.cluster
+        memory = weight_bytes / min(
+            _MEMORY_BYTES_PER_MICROSECOND[per_sm], readers * _CTA_BYTES_PER_MICROSECOND[per_sm]
         )
-        return 2.5 + exposed + max(waves * flops, waves * copies, memory)
+        through_l2 = num_ctas * copied / _L2_BYTES_PER_MICROSECOND if per_sm > 1 else 0.0
+        dequantizing = 0.0
+        if scheme != "bf16":
+            tile_time = _TILE_MICROSECONDS_OF_TWO[tiling.tokens] if per_sm > 1 else _TILE_MICROSECONDS
+            tile_time *= 1.0 if scheme.startswith("int4") else _OTHER_TILES
+            dequantizing = waves * tiling.rows / TILE_ROWS * part_k / 64 * tile_time
+        split = 0.0
+        if tiling.split_k > 1:
+            elements = tiling.rows * tiling.tokens
+            split = waves * (_SPLIT_MICROSECONDS[per_sm] + elements / _SPLIT_ELEMENTS_PER_MICROSECOND[per_sm])
+        time = _START_MICROSECONDS[per_sm] + split + max(flops, copies, memory, through_l2, dequantizing)
+        if tiling.split_k > 1 and per_sm > 1 and scheme == "bf16":
+            time *= _SPLIT_SLOWDOWN[tiling.tokens]
+        return time
 
     return cost
 
@@ -117,6 +161,7 @@ def _spec(scheme: str, tiling: Tiling, dtype: str) -> CudaKernelSpec:
         "TOKENS": tiling.tokens,
         "MULTICAST": tiling.multicast,
         "SPLIT_K": tiling.split_k,
+        "PER_SM": tiling.per_sm,
         "OUT_F32": int(dtype == "f32"),
     }
     return CudaKernelSpec(
@@ -131,12 +176,12 @@ def _spec(scheme: str, tiling: Tiling, dtype: str) -> CudaKernelSpec:
         weight_input=1,
         source="linear_many.cu",
         entry="linear_many",
-        threads=_THREADS,
+        threads=_THREADS[tiling.per_sm],
         grid=_grid(tiling),
         operands={"in0": "bf16", "in2": "f32", "out0": dtype},
         defines=tuple((name, str(value)) for name, value in defines.items()),
         cluster=(tiling.cluster, 1, 1),
-        shared_bytes=lambda _: SHARED_BYTES,
+        shared_bytes=lambda _: SHARED_BYTES[tiling.per_sm],
         boxes={"x": (_STEP, tiling.tokens // tiling.multicast)},
         why_not=_why_not(scheme, tiling),
         cost=_cost(scheme, tiling),
@@ -146,6 +191,9 @@ def _spec(scheme: str, tiling: Tiling, dtype: str) -> CudaKernelSpec:
 SPECS: tuple[CudaKernelSpec, ...] = tuple(
     _spec(scheme, tiling, dtype)
     for scheme in PACKED_SCHEMES
-    for dtype, tilings in (("bf16", _TILINGS), ("f32", _F32_TILINGS))
+    for dtype, tilings in (
+        ("bf16", _TILINGS + (_DENSE_TILINGS if scheme == "bf16" else ())),
+        ("f32", _F32_TILINGS),
+    )
     for tiling in tilings
 )

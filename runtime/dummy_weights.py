@@ -24,8 +24,8 @@ class DummyTensor(msgspec.Struct, frozen=True):
     """One parameter to make up.
 
     Dense elements are mean + amplitude * u, u uniform in [-1, 1) with 16 bits. Of "codes", every unit is
-    random bytes that begin with `scales_per_unit` f16 scales = mean + amplitude * u and, where minimum_factor
-    isn't 0, as many f16 minimums = minimum_factor * scale.
+    random bytes that begin with `scales_per_unit` scales = mean + amplitude * u and, where minimum_factor isn't 0,
+    as many f16 minimums = minimum_factor * scale; where has_zero_points, as many bytes 0..15.
     """
 
     name: str
@@ -37,6 +37,8 @@ class DummyTensor(msgspec.Struct, frozen=True):
     unit_bytes: int = COUNTER_BYTES  # of "codes"; a multiple of 32
     minimum_factor: float = 0.0
     scales_per_unit: int = 16
+    scale_element: str = "f16"  # or "bf16"
+    has_zero_points: bool = False
 
 
 def encode_dummy_tensors(tensors: Iterable[DummyTensor]) -> bytes:
@@ -53,6 +55,8 @@ def decode_dummy_tensors(data: bytes, weights_bytes: int) -> tuple[DummyTensor, 
     for tensor in tensors:
         if tensor.element not in _ITEMSIZES:
             raise ValueError(f"dummy tensor {tensor.name[:80]} has elements of {tensor.element!r:.80}")
+        if tensor.scale_element not in ("f16", "bf16"):
+            raise ValueError(f"dummy tensor {tensor.name[:80]} has scales of {tensor.scale_element!r:.80}")
         smallest = 4 * tensor.scales_per_unit
         is_unit = 0 < smallest <= tensor.unit_bytes <= MAX_UNIT_BYTES if tensor.element == "codes" else True
         if not is_unit or tensor.unit_bytes % COUNTER_BYTES or tensor.num_bytes % unit_bytes(tensor):
@@ -94,8 +98,11 @@ def dummy_units(tensor: DummyTensor, first: int, count: int) -> np.ndarray:
     packed = _random_bytes(tensor.name, first * unit, count * unit).reshape(count, unit)
     num_scales = tensor.scales_per_unit
     header = packed[:, : 4 * num_scales].view("<u2")
-    scales = (tensor.mean + tensor.amplitude * _uniform(header[:, :num_scales])).astype("<f2")
-    header[:, :num_scales] = scales.view("<u2")
+    values = tensor.mean + tensor.amplitude * _uniform(header[:, :num_scales])
+    scales = values.astype("<f2")
+    header[:, :num_scales] = _truncated(values) if tensor.scale_element == "bf16" else scales.view("<u2")
+    if tensor.has_zero_points:
+        packed[:, 2 * num_scales : 3 * num_scales] &= 15
     if tensor.minimum_factor:
         minimums = (scales.astype(np.float32) * np.float32(tensor.minimum_factor)).astype("<f2")
         header[:, num_scales:] = minimums.view("<u2")
@@ -104,9 +111,14 @@ def dummy_units(tensor: DummyTensor, first: int, count: int) -> np.ndarray:
 
 def _dense(tensor: DummyTensor, words: np.ndarray) -> np.ndarray:
     values = np.float32(tensor.mean) + np.float32(tensor.amplitude) * _uniform(words)
-    if tensor.element == "bf16":  # truncated
-        return (values.view("<u4") >> np.uint32(16)).astype("<u2").view(np.uint8)
+    if tensor.element == "bf16":
+        return _truncated(values).view(np.uint8)
     return values.astype("<f4" if tensor.element == "f32" else "<f2").view(np.uint8)
+
+
+def _truncated(values: np.ndarray) -> np.ndarray:
+    """The bf16 bits of float32 values, rounded towards zero."""
+    return (values.astype("<f4").view("<u4") >> np.uint32(16)).astype("<u2")
 
 
 def _uniform(words: np.ndarray) -> np.ndarray:

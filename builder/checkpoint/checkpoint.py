@@ -10,9 +10,14 @@ from typing import Any
 
 import numpy as np
 
+from castiron.builder.checkpoint.bfloat16 import to_bf16
+from castiron.builder.checkpoint.dequantize import dequantize
+from castiron.builder.checkpoint.int4_blocks import join_int4
 from castiron.models.schemes import SCHEMES, Scheme
 from castiron.runtime.errors import CheckpointError
 
+# of an element; these hold no weights by themselves, only parts of packed ones
+INTEGER_BYTES = {"i32": 4, "i64": 8}
 _HASH_CHUNK_BYTES = 4 << 20
 
 
@@ -22,9 +27,10 @@ class TensorInfo:
 
     name: str
     shape: tuple[int, ...]
-    scheme: str  # models.schemes.SCHEMES key
+    scheme: str  # models.schemes.SCHEMES or INTEGER_BYTES key
     file: Path
     offset: int  # of the first byte, from the start of the file
+    pieces: "PackedPieces | None" = None  # what it is put together from; file and offset are the first one's
 
     @property
     def num_rows(self) -> int:
@@ -40,12 +46,24 @@ class TensorInfo:
 
     @property
     def row_bytes(self) -> int:
+        if self.scheme in INTEGER_BYTES:
+            return self.num_cols * INTEGER_BYTES[self.scheme]
         scheme: Scheme = SCHEMES[self.scheme]
         return self.num_cols // scheme.block_size * scheme.block_bytes
 
     @property
     def num_bytes(self) -> int:
         return self.num_rows * self.row_bytes
+
+
+@dataclass(frozen=True)
+class PackedPieces:
+    """The tensors of an int4 weight [n, k] in compressed-tensors' "pack-quantized" format."""
+
+    packed: TensorInfo  # i32 [n, k / 8]: element 8j + i in bits 4i.. of word j
+    scale: TensorInfo  # bf16, f16 or f32 [n, k / (repeat * group)]
+    zero_point: TensorInfo | None  # i32 [ceil(n / 8), as scale]: row 8j + i in bits 4i.. of word j
+    repeat: int  # groups of the scheme that one stored scale is for
 
 
 @dataclass
@@ -76,6 +94,10 @@ class Checkpoint:
         info = self.tensor(name)
         if not 0 <= start <= stop <= info.num_rows:
             raise ValueError(f"rows {start}..{stop} of {name}, which has {info.num_rows}")
+        return self.read_stored(info, start, stop) if info.pieces is None else self._joined(info, start, stop)
+
+    def read_stored(self, info: TensorInfo, start: int, stop: int) -> np.ndarray:
+        """Rows of a tensor that lies in one place, as `read_rows`."""
         rows = np.empty((stop - start, info.row_bytes), dtype=np.uint8)
         remaining = rows.data.cast("B") if rows.size else memoryview(b"")
         position = info.offset + start * info.row_bytes
@@ -84,10 +106,12 @@ class Checkpoint:
             try:
                 count = os.preadv(descriptor, [remaining], position)
             except OSError as error:
-                raise CheckpointError(f"{info.file}: can't read tensor {name}: {error.strerror}") from error
+                raise CheckpointError(
+                    f"{info.file}: can't read tensor {info.name}: {error.strerror}"
+                ) from error
             if count == 0:
                 raise CheckpointError(
-                    f"{info.file}: ends inside tensor {name}: it changed since it was opened"
+                    f"{info.file}: ends inside tensor {info.name}: it changed since it was opened"
                 )
             remaining = remaining[count:]
             position += count
@@ -126,6 +150,21 @@ class Checkpoint:
 
     def __del__(self) -> None:
         self.close()
+
+    def _joined(self, info: TensorInfo, start: int, stop: int) -> np.ndarray:
+        """Rows of a packed weight in its scheme's form; scales are rounded to bf16."""
+        pieces = info.pieces
+        assert pieces is not None
+        nibbles = self.read_stored(pieces.packed, start, stop)  # little-endian words: in the scheme's order
+        stored = self.read_stored(pieces.scale, start, stop)
+        scale = to_bf16(dequantize(pieces.scale.scheme, stored, pieces.scale.num_cols))
+        zero = None
+        if pieces.zero_point is not None:
+            words = self.read_stored(pieces.zero_point, start // 8, -(-stop // 8)).view("<u4")
+            shifts = 4 * np.arange(8, dtype=np.uint32)[:, None]
+            zero = (words[:, None] >> shifts & 15).astype(np.uint8).reshape(-1, words.shape[1])
+            zero = zero[start % 8 : start % 8 + stop - start].repeat(pieces.repeat, axis=1)
+        return join_int4(info.scheme, scale.repeat(pieces.repeat, axis=1), nibbles, zero)
 
     def _descriptor(self, path: Path) -> int:
         if path not in self._descriptors:

@@ -2,12 +2,14 @@
 
 import numpy as np
 
+from castiron.builder.checkpoint.bfloat16 import from_bf16, to_bf16
+from castiron.builder.checkpoint.int4_blocks import dequantize_int4
 from castiron.models.schemes import DENSE_SCHEMES, SCHEMES
 from castiron.runtime.errors import CheckpointError
 
 _CHUNK_ELEMENTS = 4 << 20
 _CACHED_ELEMENTS = 256 << 10  # values whose intermediate arrays stay in the processor's caches
-# byte offsets of the float16 scales inside a GGUF block
+# byte offsets of the 16-bit scales inside a block
 _SCALE_OFFSETS = {
     "q4_0": (0,),
     "q4_1": (0, 2),
@@ -17,6 +19,7 @@ _SCALE_OFFSETS = {
     "q4_k": (0, 2),
     "q5_k": (0, 2),
     "q6_k": (208,),
+    **{f"int4_g{size}{kind}": (0,) for size in (32, 64, 128) for kind in ("", "z")},
 }
 # a value is NaN or infinite when all its exponent bits are set
 _EXPONENT_BITS = {"f32": (np.uint32, 0x7F800000), "f16": (np.uint16, 0x7C00), "bf16": (np.uint16, 0x7F80)}
@@ -37,7 +40,9 @@ def _dequantize_chunk(scheme: str, rows: np.ndarray, k: int) -> np.ndarray:
     if scheme == "f16":
         return rows.view(np.float16).astype(np.float32)
     if scheme == "bf16":
-        return (rows.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+        return from_bf16(rows.view(np.uint16))
+    if scheme.startswith("int4"):
+        return dequantize_int4(scheme, rows)
     from gguf import GGMLQuantizationType, quants
 
     ggml_type = SCHEMES[scheme].ggml_type
@@ -55,11 +60,7 @@ def to_dense(scheme: str, values: np.ndarray) -> np.ndarray:
     if scheme == "f16":
         with np.errstate(over="ignore"):  # the caller looks for infinities
             return values.astype(np.float16).view(np.uint8)
-    bits = values.view(np.uint32)
-    is_nan = np.isnan(values)
-    rounded = (bits + (((bits >> 16) & 1) + np.uint32(0x7FFF))) >> 16
-    rounded = np.where(is_nan, (bits >> 16) | 0x40, rounded)
-    return rounded.astype(np.uint16).view(np.uint8)
+    return to_bf16(values).view(np.uint8)
 
 
 def check_finite(scheme: str, rows: np.ndarray, tensor_name: str) -> None:
@@ -71,7 +72,7 @@ def check_finite(scheme: str, rows: np.ndarray, tensor_name: str) -> None:
         dtype, mask = _EXPONENT_BITS[scheme]
         words = rows.reshape(-1).view(dtype)
     else:
-        mask = 0x7C00
+        mask = 0x7F80 if SCHEMES[scheme].scale_dtype == "bf16" else 0x7C00
         blocks = rows.reshape(-1, SCHEMES[scheme].block_bytes)
         offsets = _SCALE_OFFSETS[scheme]
         width = 2 * len(offsets)  # the scales lie side by side

@@ -5,6 +5,12 @@ from pathlib import Path
 from typing import Any
 
 from castiron.builder.checkpoint.checkpoint import Checkpoint, TensorInfo
+from castiron.builder.checkpoint.compressed_tensors import (
+    QUANTIZATION_FIELDS,
+    PackQuantization,
+    combine_tensors,
+    parse_quantization,
+)
 from castiron.builder.checkpoint.safetensors_header import read_safetensors_header
 from castiron.runtime.errors import CheckpointError
 
@@ -25,10 +31,11 @@ _SIDE_FILES = (
 def open_huggingface_folder(folder: Path, name: str = "") -> Checkpoint:
     """Open a folder by its config.json and the headers of its safetensors files.
 
-    Raises CheckpointError for missing, contradictory or damaged files and for quantized checkpoints.
+    Raises CheckpointError for missing, contradictory or damaged files, and for checkpoints quantized in another way
+    than compressed-tensors' pack-quantized int4.
     """
     config = read_json_object(folder / "config.json")
-    _refuse_quantization(folder, config)
+    quantization = parse_quantization(folder / "config.json", config)
     architectures = config.get("architectures")
     if not (isinstance(architectures, list) and architectures and isinstance(architectures[0], str)):
         raise CheckpointError(
@@ -37,13 +44,14 @@ def open_huggingface_folder(folder: Path, name: str = "") -> Checkpoint:
     weights = _weight_files(folder)
     generation_path = folder / "generation_config.json"
     generation_config = read_json_object(generation_path) if generation_path.is_file() else {}
-    tensors = _collect_tensors(folder, weights)
+    tensors = _collect_tensors(folder, weights, quantization)
     files = {side: folder / side for side in _SIDE_FILES if (folder / side).is_file()}
     return Checkpoint(
         source_format="safetensors",
         name=name or folder.resolve().name,
         architecture=architectures[0],
-        config=config,
+        # what the quantization fields say is in the tensors' schemes
+        config={key: value for key, value in config.items() if key not in QUANTIZATION_FIELDS},
         tensors=tensors,
         files=files | {path.name: path for path in weights},
         generation_config=generation_config,
@@ -66,16 +74,6 @@ def read_json_object(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise CheckpointError(f"{path}: holds a {type(value).__name__}, expected a JSON object")
     return value
-
-
-def _refuse_quantization(folder: Path, config: dict[str, Any]) -> None:
-    quantization = config.get("quantization_config") or config.get("compression_config")
-    if quantization:
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-        raise CheckpointError(
-            f"{folder / 'config.json'}: quantized ({method or 'method not named'}), which isn't supported"
-            " yet: give the unquantized checkpoint or a GGUF file"
-        )
 
 
 def _weight_files(folder: Path) -> list[Path]:
@@ -112,10 +110,12 @@ def _weight_map(folder: Path) -> dict[str, str]:
     return weight_map
 
 
-def _collect_tensors(folder: Path, weights: list[Path]) -> dict[str, TensorInfo]:
+def _collect_tensors(
+    folder: Path, weights: list[Path], quantization: PackQuantization | None
+) -> dict[str, TensorInfo]:
     tensors: dict[str, TensorInfo] = {}
     for path in weights:
-        for info in read_safetensors_header(path):
+        for info in read_safetensors_header(path, with_integers=quantization is not None):
             if info.name in tensors:
                 raise CheckpointError(
                     f"tensor {info.name} is in both {tensors[info.name].file.name} and {path.name}"
@@ -133,4 +133,4 @@ def _collect_tensors(folder: Path, weights: list[Path]) -> dict[str, TensorInfo]
                 raise CheckpointError(f"{info.file}: holds {name}, which {INDEX_NAME} doesn't list")
     if not tensors:
         raise CheckpointError(f"{folder}: the safetensors files hold no tensors")
-    return tensors
+    return tensors if quantization is None else combine_tensors(tensors, quantization)

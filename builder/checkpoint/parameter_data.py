@@ -6,6 +6,7 @@ import numpy as np
 
 from castiron.builder.checkpoint.checkpoint import Checkpoint, TensorInfo
 from castiron.builder.checkpoint.dequantize import check_finite, dequantize, to_dense
+from castiron.builder.checkpoint.int4_blocks import quantize_int4
 from castiron.builder.parameters import Parameter, Part
 from castiron.models.schemes import SCHEMES
 from castiron.runtime.errors import CheckpointError
@@ -20,8 +21,9 @@ def read_parameter_rows(checkpoint: Checkpoint, parameter: Parameter, start: int
     """Rows start..stop of a parameter in its own scheme: uint8 [stop - start, row_bytes], C order.
 
     Rows are the parameter's dim 0; a vector is one row. Converts where the parameter's scheme differs from
-    the tensor's (dense results only, rounded to nearest even). Raises CheckpointError for tensors that are
-    missing, of another shape, or hold NaN or infinite values, and for values a float16 can't hold.
+    the tensor's: to dense types, rounded to nearest even, and from them to symmetric int4. Raises CheckpointError
+    for tensors that are missing, of another shape, or hold NaN or infinite values, and for values a float16 can't
+    hold.
     """
     num_rows = parameter.shape[0] if len(parameter.shape) > 1 else 1
     if not 0 <= start <= stop <= num_rows:
@@ -84,10 +86,10 @@ def _check_recipe(checkpoint: Checkpoint, parameter: Parameter) -> None:
                 f"tensor {info.name} has shape {list(info.shape)}: rows {part.row_start}..{part.row_stop}"
                 f" of it can't be part of {parameter.name} {list(parameter.shape)}"
             )
-        if parameter.scheme != info.scheme and SCHEMES[parameter.scheme].is_quantized:
+        if parameter.scheme != info.scheme and not _can_convert(info.scheme, parameter.scheme):
             raise CheckpointError(
                 f"tensor {info.name} is stored as {info.scheme} and {parameter.name} wants"
-                f" {parameter.scheme}: only conversions to f32, f16 and bf16 are supported"
+                f" {parameter.scheme}: only conversions to f32, f16 and bf16, and from these to int4, are supported"
             )
         if part.transform == "unpermute_rope" and (
             part.head_dim <= 0 or part.head_dim % 2 or size % part.head_dim
@@ -99,6 +101,13 @@ def _check_recipe(checkpoint: Checkpoint, parameter: Parameter) -> None:
         filled += part.row_stop - part.row_start
     if filled != parameter.shape[0]:
         raise CheckpointError(f"{parameter.name} has {parameter.shape[0]} rows, its tensors give {filled}")
+
+
+def _can_convert(source: str, target: str) -> bool:
+    record = SCHEMES[target]
+    if not record.is_quantized:
+        return True
+    return not SCHEMES[source].is_quantized and record.scale_dtype == "bf16" and not record.has_zero_points
 
 
 def unpermuted_rows(start: int, stop: int, head_dim: int) -> np.ndarray:
@@ -141,7 +150,10 @@ def _vector_part(checkpoint: Checkpoint, parameter: Parameter, part: Part) -> np
 def _convert(info: TensorInfo, rows: np.ndarray, k: int, parameter: Parameter) -> np.ndarray:
     if info.scheme == parameter.scheme:
         return rows
-    return _checked_dense(parameter, info, dequantize(info.scheme, rows, k))
+    values = dequantize(info.scheme, rows, k)
+    if SCHEMES[parameter.scheme].is_quantized:
+        return quantize_int4(parameter.scheme, values)
+    return _checked_dense(parameter, info, values)
 
 
 def _checked_dense(parameter: Parameter, info: TensorInfo, values: np.ndarray) -> np.ndarray:

@@ -14,11 +14,12 @@ from castiron.runtime.errors import CheckpointError
 
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 _SCHEME_OF_DTYPE = {"F32": "f32", "F16": "f16", "BF16": "bf16"}
+_INTEGERS = {"I32": "i32", "I64": "i64"}
 _MAX_DIMS = 8
 
 
-def read_safetensors_header(path: Path) -> list[TensorInfo]:
-    """All tensors of one file, by place. Reads the header only.
+def read_safetensors_header(path: Path, with_integers: bool = False) -> list[TensorInfo]:
+    """All tensors of one file, by place. Reads the header only. `with_integers`: as packed weights have.
 
     Raises CheckpointError, naming what is wrong, unless the header is sound: no duplicate names, known
     dtypes, sizes that match the shapes, and byte ranges that cover the data section exactly.
@@ -39,8 +40,11 @@ def read_safetensors_header(path: Path) -> list[TensorInfo]:
         raise CheckpointError(f"{path}: ends inside its header")
     entries = _parse(path, header)
     data_start = 8 + header_bytes
+    schemes = _SCHEME_OF_DTYPE | (_INTEGERS if with_integers else {})
     tensors = [
-        _tensor(path, name, entry, data_start) for name, entry in entries.items() if name != "__metadata__"
+        _tensor(path, name, entry, data_start, schemes)
+        for name, entry in entries.items()
+        if name != "__metadata__"
     ]
     tensors.sort(key=lambda info: info.offset)
     position = data_start
@@ -72,17 +76,17 @@ def _parse(path: Path, header: bytes) -> dict[str, Any]:
     return entries
 
 
-def _tensor(path: Path, name: str, entry: Any, data_start: int) -> TensorInfo:
+def _tensor(path: Path, name: str, entry: Any, data_start: int, schemes: dict[str, str]) -> TensorInfo:
     if not name or not name.isprintable():
         raise CheckpointError(f"{path}: tensor name {name!r} is empty or has control characters")
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
         raise CheckpointError(f"{path}: tensor {name!r} needs exactly dtype, shape and data_offsets")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-    scheme = _SCHEME_OF_DTYPE.get(dtype) if isinstance(dtype, str) else None
+    scheme = schemes.get(dtype) if isinstance(dtype, str) else None
     if scheme is None:
         raise CheckpointError(
             f"{path}: tensor {name!r} has dtype {dtype!r}, which isn't supported yet; supported:"
-            f" {', '.join(_SCHEME_OF_DTYPE)}"
+            f" {', '.join(schemes)}"
         )
     if not _are_sizes(shape) or len(shape) > _MAX_DIMS or 0 in shape:
         raise CheckpointError(
@@ -96,7 +100,7 @@ def _tensor(path: Path, name: str, entry: Any, data_start: int) -> TensorInfo:
             f"{path}: tensor {name!r} of shape {shape} in {dtype} needs {info.num_bytes} bytes,"
             f" data_offsets give it {offsets[1] - offsets[0]}"
         )
-    assert SCHEMES[scheme].block_size == 1
+    assert scheme not in SCHEMES or SCHEMES[scheme].block_size == 1
     return info
 
 

@@ -32,6 +32,7 @@ def narrow_activations(program: g.Program, context: PassContext) -> int:
             narrowed = [node.outputs[index] for index in _BF16_OUTPUTS.get(node.op_type, ())]
         for value in narrowed:
             if value.dtype == ir.DataType.FLOAT and not value.is_graph_output():
-                value.dtype = ir.DataType.BFLOAT16
+                # a new type: the program as traced, whose golden values are computed meanwhile, shares the old one
+                value.type = ir.TensorType(ir.DataType.BFLOAT16)
                 count += 1
     return count

@@ -1,46 +1,10 @@
-// PTX that linear_few is made of: bulk and asynchronous copies into shared memory, mma, clusters.
+// PTX that linear_few is made of, beside barriers and bulk copies: asynchronous copies, mma, stores.
 #pragma once
 #include "abi.cuh"
+#include "kernels/mbarrier.cuh"
+#include "kernels/tma.cuh"
 
 namespace castiron {
-
-__device__ __forceinline__ uint32_t shared_address(const void *pointer) {
-    return uint32_t(__cvta_generic_to_shared(pointer));
-}
-
-// mbarriers (PTX ISA, "Parallel Synchronization and Communication Instructions: mbarrier").
-__device__ __forceinline__ void init_barrier(uint32_t barrier, int arrivals) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
-}
-// After the inits, before a copy engine or another thread uses the barriers.
-__device__ __forceinline__ void fence_barrier_init() {
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-}
-// The one arrival of a phase, which ends when as many bytes have been copied.
-__device__ __forceinline__ void expect_bytes(uint32_t barrier, uint32_t bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
-                 : "memory");
-}
-__device__ __forceinline__ void wait_barrier(uint32_t barrier, int phase) {
-    asm volatile(
-        "{\n"
-        ".reg .pred done;\n"
-        "again:\n"
-        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-        "@!done bra again;\n"
-        "}\n" ::"r"(barrier),
-        "r"(phase)
-        : "memory");
-}
-
-// `bytes` (a multiple of 16) from global to shared memory, both aligned to 16 bytes.
-__device__ __forceinline__ void bulk_copy(uint32_t to, const void *from, uint32_t bytes, uint32_t barrier) {
-    asm volatile(
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
-        "l"(__cvta_generic_to_global(from)), "r"(bytes), "r"(barrier)
-        : "memory");
-}
 
 // 16 bytes, or zeros without reading.
 __device__ __forceinline__ void copy_16_async(uint32_t to, const void *from, bool is_live) {
@@ -76,25 +40,6 @@ __device__ __forceinline__ void mma(float d[4], const uint32_t a[4], const uint3
         : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "f"(c[0]), "f"(c[1]), "f"(c[2]),
           "f"(c[3]));
-}
-
-__device__ __forceinline__ void sync_cluster() {
-    asm volatile("barrier.cluster.arrive.release;" ::: "memory");
-    asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
-}
-// The same place of shared memory in another CTA of the cluster.
-__device__ __forceinline__ uint32_t address_in_cluster(uint32_t address, int rank) {
-    uint32_t remote;
-    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(rank));
-    return remote;
-}
-__device__ __forceinline__ float4 load_from_cluster(uint32_t address) {
-    float4 values;
-    asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
-                 : "=f"(values.x), "=f"(values.y), "=f"(values.z), "=f"(values.w)
-                 : "r"(address)
-                 : "memory");
-    return values;
 }
 
 // values[0..count - 1], count 1..4, in one store where address and count allow it.

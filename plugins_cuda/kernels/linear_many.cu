@@ -1,18 +1,20 @@
 // y[T, n] = x[T, k] . weight[n, k]^T (+ bias) for many tokens: bound by the tensor cores, or by the weight.
 //
 // A CTA computes tiles of ROWS weight rows x TOKENS tokens. The weight is wgmma's A operand and the tokens
-// are its columns, so one kernel serves 64 to 256 tokens a tile, and quantized weights go from shared memory
+// are its columns, so one kernel serves 16 to 256 tokens a tile, and quantized weights go from shared memory
 // through registers (m64's fragments are wgmma's) into the tensor cores without a bf16 copy.
-//   warpgroup 0: warp 0 copies weight tiles (contiguous in m64) into a ring, warp 1 boxes of x into its own
-//   warpgroups 1, 2: 64 * kBlocks rows each, f32 accumulators in registers
+//   warpgroups 0, 1: 64 * kBlocks rows each, f32 accumulators in registers
+//   after them: a warp copies weight tiles (contiguous in m64) into a ring, another boxes of x into its own
 // Two rings, so that weights are prefetched while the previous kernel still runs, x after it.
 //   MULTICAST = 2: two CTAs of a cluster share the tokens, each fetches half of x for both
-//   SPLIT_K = s: s CTAs of a cluster share a tile, each has a part of k; the sum goes through distributed
-//                shared memory
+//   SPLIT_K = s: s CTAs of a cluster share a tile, each has a part of k. Every CTA sends its sums of 16 rows
+//                to the CTA that owns them, into its shared memory
+//   PER_SM = 2: small tiles, with registers and shared memory for two CTAs on a multiprocessor: the next
+//               kernel's weights are on their way before this kernel ends
 // Structure: the warp-specialised persistent kernels of CUTLASS 3 (NVIDIA, "Efficient GEMM in CUDA").
 //
-// Defines: SCHEME (weight_tile.cuh), ROWS (128, 256), TOKENS (64, 128, 256), MULTICAST (1, 2), SPLIT_K (1 to
-// 8, only where MULTICAST is 1), OUT_F32 (0, 1).
+// Defines: SCHEME (weight_tile.cuh), ROWS (128, 256), TOKENS (16, 32, 64, 128, 256), MULTICAST (1, 2),
+// SPLIT_K (1 to 8, only where MULTICAST is 1), PER_SM (1, 2), OUT_F32 (0, 1).
 #include "abi.cuh"
 #include "mbarrier.cuh"
 #include "tma.cuh"
@@ -29,32 +31,39 @@ constexpr int kRowTiles = ROWS / 64;            // m64 tiles
 constexpr int kBlocks = kRowTiles / 2;          // of a warpgroup
 constexpr int kConsumers = 256;                 // threads
 constexpr int kConsumerWarps = kConsumers / 32;
+constexpr int kThreads = PER_SM == 1 ? 384 : 320;   // whole warpgroups where they trade registers
 constexpr int kGroupTiles = 2048 / TOKENS;          // token tiles that stay in L2 while the weight streams by
 constexpr int kBoxBytes = TOKENS * kStep * 2;       // x of a step
 constexpr int kCopyBytes = kRowTiles * kTileBytes;  // weight of a unit
 constexpr int kSlotBytes = (kCopyBytes + 1023) / 1024 * 1024;
-constexpr int kSharedBytes = 232448;  // what a CTA may have
+constexpr int kSharedBytes = PER_SM == 1 ? 232448 : 115712;  // what a CTA may have
 constexpr int kItemBytes = OUT_F32 ? 4 : 2;
-constexpr int kStagedTokens = OUT_F32 ? 32 : 64;  // transposed at a time by a warpgroup
 // bytes of a token; f32 is padded against bank conflicts, bf16 swizzled
 constexpr int kStagedPitch = OUT_F32 ? 68 * 4 : 128;
-constexpr int kStagedBytes = SPLIT_K > 1 ? 0 : kStagedTokens * kStagedPitch;
-constexpr int kRingBytes = kSharedBytes - 1024 - 512 - 2 * kStagedBytes;  // less alignment and barriers
 
 constexpr int least(int a, int b) { return a < b ? a : b; }
+// transposed at a time by a warpgroup
+constexpr int kStagedTokens = least(TOKENS, (OUT_F32 ? 32 : 64) / PER_SM);
+constexpr int kStagedBytes = SPLIT_K > 1 ? 0 : kStagedTokens * kStagedPitch;
+constexpr int kRingBytes = kSharedBytes - 1024 - 512 - 2 * kStagedBytes;  // less alignment and barriers
 constexpr int kXStages = least(
     8, least((kRingBytes - 2 * kSlotBytes) / kBoxBytes, kRingBytes / (kBoxBytes + kSlotBytes / kUnitSteps)));
 constexpr int kWeightStages = least(8, (kRingBytes - kXStages * kBoxBytes) / kSlotBytes);
-constexpr int kSumPitch = ROWS + 4;  // floats per token of a partial sum: conflict-free, rows 16-byte aligned
+// Sums that a CTA receives: [CTA that sends][panel of 16 rows][row][kSumPitch], panel p from all CTAs goes to
+// CTA p % SPLIT_K. Floats of a row; 4 rows of 8 bytes a lane fall into different banks.
+constexpr int kSumPitch = TOKENS + 8;
+constexpr int kPanels = ROWS / 16;
+constexpr int kOwnPanels = (kPanels + SPLIT_K - 1) / SPLIT_K;
 
 static_assert(ROWS % 128 == 0 && kBlocks * TOKENS <= 256, "accumulators are at most 128 registers");
 static_assert(MULTICAST == 1 || SPLIT_K == 1, "a cluster shares tokens or a tile");
 static_assert(kXStages >= 2 && kWeightStages >= 2, "shared memory");
-static_assert(SPLIT_K == 1 || TOKENS * kSumPitch * 4 <= kRingBytes, "the partial sum takes the rings' place");
-static_assert(2 * 8 * (kXStages + kWeightStages) <= 512, "barriers");
+static_assert(SPLIT_K == 1 || SPLIT_K * kOwnPanels * 16 * kSumPitch * 4 <= kRingBytes,
+              "received sums take the rings' place");
+static_assert(2 * 8 * (kXStages + kWeightStages) + 8 <= 512, "barriers");
 
 struct Shared {  // addresses
-    uint32_t x, weight, staged, x_full, x_empty, weight_full, weight_empty;
+    uint32_t x, weight, staged, x_full, x_empty, weight_full, weight_empty, received;
 
     __device__ explicit Shared(uint32_t base) {
         x = base;
@@ -64,6 +73,7 @@ struct Shared {  // addresses
         x_empty = x_full + 8 * kXStages;
         weight_full = x_empty + 8 * kXStages;
         weight_empty = weight_full + 8 * kWeightStages;
+        received = weight_empty + 8 * kWeightStages;
     }
 };
 
@@ -175,8 +185,8 @@ struct Consumer {
     const LinearTmaParams &p;
     const Work &work;
     const Shared &shared;
-    const int warpgroup = threadIdx.x / 128 - 1;  // 0, 1
-    const int warp = threadIdx.x / 32 % 4;        // in the warpgroup
+    const int warpgroup = threadIdx.x / 128;  // 0, 1
+    const int warp = threadIdx.x / 32 % 4;    // in the warpgroup
     const int lane = threadIdx.x % 32;
     Ring<kXStages> x;
     Ring<kWeightStages> weight;
@@ -364,46 +374,48 @@ struct Consumer {
         return packed;
     }
 
-    // The partial sum as [token][kSumPitch] where the rings were: all their copies have been consumed.
-    __device__ __forceinline__ void share(const Accumulators &d) const {
-        named_barrier(1, kConsumers);  // both warpgroups have read the rings
+    // Groups of 8 tokens of the tile that are live.
+    __device__ __forceinline__ int token_groups(const Tile &tile) const {
+        return min(TOKENS, work.live - tile.token + 7) / 8;
+    }
+    __device__ __forceinline__ int own_panels() const {
+        return (kPanels - work.rank + SPLIT_K - 1) / SPLIT_K;
+    }
+    // Every panel of the partial sum to its owner, where the rings were: all CTAs have read theirs.
+    __device__ __forceinline__ void send(const Tile &tile, const Accumulators &d) const {
+        const int groups = token_groups(tile);
 #pragma unroll
         for (int block = 0; block < kBlocks; ++block) {
-            const int row = (warpgroup * kBlocks + block) * 64 + 16 * warp + lane / 4;
+            const int panel = (warpgroup * kBlocks + block) * 4 + warp, owner = panel % SPLIT_K;
+            const int row = (work.rank * kOwnPanels + panel / SPLIT_K) * 16 + lane / 4;
+            const uint32_t to = cluster_address(shared.x + (row * kSumPitch + lane % 4 * 2) * 4, owner);
+            const uint32_t barrier = cluster_address(shared.received, owner);
 #pragma unroll
             for (int j = 0; j < TOKENS / 8; ++j) {
-                const uint32_t to = shared.x + ((8 * j + lane % 4 * 2) * kSumPitch + row) * 4;
-                store_float(to, d[block][4 * j]);
-                store_float(to + kSumPitch * 4, d[block][4 * j + 1]);
-                store_float(to + 32, d[block][4 * j + 2]);
-                store_float(to + kSumPitch * 4 + 32, d[block][4 * j + 3]);
+                if (j >= groups) break;
+                store_async(to + j * 32, d[block][4 * j], d[block][4 * j + 1], barrier);
+                store_async(to + 8 * kSumPitch * 4 + j * 32, d[block][4 * j + 2], d[block][4 * j + 3],
+                            barrier);
             }
         }
     }
-    // y = sum over the cluster, in the order of the ranks, + bias, for every SPLIT_K-th token.
+    // y = sum over the cluster, in the order of the ranks, + bias, for this CTA's panels.
     __device__ __forceinline__ void write_sums(const Tile &tile) const {
-        constexpr int kItems = ROWS / 8;  // of a token: 8 rows each
         const bool aligned = is_aligned();
-        constexpr int kTokens = (TOKENS + SPLIT_K - 1) / SPLIT_K;
-        for (int i = threadIdx.x - 128; i < kTokens * kItems; i += kConsumers) {
-            const int token = i / kItems * SPLIT_K + work.rank;
-            const int row = tile.row + i % kItems * 8;
-            if (token >= TOKENS || tile.token + token >= work.live || row >= p.n) continue;
-            const uint32_t from = shared.x + (token * kSumPitch + i % kItems * 8) * 4;
-            float4 low[SPLIT_K], high[SPLIT_K];
+        mbarrier_wait(shared.received, 0);
+        for (int i = threadIdx.x; i < own_panels() * 2 * TOKENS; i += kConsumers) {  // 8 rows of a token
+            const int token = i % TOKENS, half = i / TOKENS;
+            const int row = tile.row + (half / 2 * SPLIT_K + work.rank) * 16 + half % 2 * 8;
+            if (tile.token + token >= work.live || row >= p.n) continue;
+            float sum[8] = {};
 #pragma unroll
             for (int rank = 0; rank < SPLIT_K; ++rank) {
-                low[rank] = load_cluster(from, rank);
-                high[rank] = load_cluster(from + 16, rank);
-            }
-            float sum[8] = {low[0].x,  low[0].y,  low[0].z,  low[0].w,
-                            high[0].x, high[0].y, high[0].z, high[0].w};
+                const int from = (rank * kOwnPanels + half / 2) * 16 + half % 2 * 8;
 #pragma unroll
-            for (int rank = 1; rank < SPLIT_K; ++rank) {
-                const float part[8] = {low[rank].x,  low[rank].y,  low[rank].z,  low[rank].w,
-                                       high[rank].x, high[rank].y, high[rank].z, high[rank].w};
-#pragma unroll
-                for (int e = 0; e < 8; ++e) sum[e] += part[e];
+                for (int e = 0; e < 8; ++e) {
+                    const uint32_t address = shared.x + ((from + e) * kSumPitch + token) * 4;
+                    sum[e] += load_float(address);
+                }
             }
             if (p.bias != nullptr) {
 #pragma unroll
@@ -428,15 +440,21 @@ struct Consumer {
             }
         }
     }
+    static __device__ __forceinline__ float load_float(uint32_t from) {
+        float value;
+        asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(from) : "memory");
+        return value;
+    }
 };
 
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(384, 1) linear_many(const __grid_constant__ LinearTmaParams p) {
+extern "C" __global__ void __launch_bounds__(kThreads, PER_SM)
+    linear_many(const __grid_constant__ LinearTmaParams p) {
     extern __shared__ uint8_t memory[];
     const Shared shared((shared_address(memory) + 1023) / 1024 * 1024);
     const Work work(p);
-    if (threadIdx.x == 0) {
+    if (threadIdx.x == kConsumers) {
         prefetch_map(&p.x);
         for (int i = 0; i < kXStages; ++i) {
             mbarrier_init(shared.x_full + 8 * i, 1);
@@ -446,6 +464,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) linear_many(const __grid_co
             mbarrier_init(shared.weight_full + 8 * i, 1);
             mbarrier_init(shared.weight_empty + 8 * i, kConsumerWarps);
         }
+        mbarrier_init(shared.received, 1);
         mbarrier_init_fence();
     }
     __syncwarp();
@@ -455,16 +474,16 @@ extern "C" __global__ void __launch_bounds__(384, 1) linear_many(const __grid_co
         __syncthreads();
     }
 
-    if (threadIdx.x < 128) {
-        shrink_registers<40>();
+    if (threadIdx.x >= kConsumers) {
+        if constexpr (PER_SM == 1) shrink_registers<40>();
         // before wait_for_inputs: no kernel writes weights
-        if (threadIdx.x == 0) copy_weights(p, work, shared);
+        if (threadIdx.x == kConsumers) copy_weights(p, work, shared);
         wait_for_inputs();
-        if (threadIdx.x == 32) copy_x(p, work, shared);
+        if (threadIdx.x == kConsumers + 32) copy_x(p, work, shared);
         __syncwarp();
-        if constexpr (SPLIT_K > 1) cluster_barrier();
+        if constexpr (SPLIT_K > 1) cluster_barrier_relaxed();
     } else {
-        grow_registers<232>();
+        if constexpr (PER_SM == 1) grow_registers<232>();
         Consumer consumer(p, work, shared);
         wait_for_inputs();
         for (int index = work.cluster; index < work.num_tiles; index += work.num_clusters) {
@@ -475,23 +494,26 @@ extern "C" __global__ void __launch_bounds__(384, 1) linear_many(const __grid_co
                 consumer.multiply_quantized(d);
             }
             if constexpr (SPLIT_K > 1) {  // one tile per cluster
-                consumer.share(d);
-                cluster_barrier();
-                consumer.write_sums(work.tile(index));
+                const Tile tile = work.tile(index);
+                if (threadIdx.x == 0) {
+                    mbarrier_arrive_expect(shared.received, SPLIT_K * consumer.own_panels() *
+                                                                consumer.token_groups(tile) * 16 * 8 * 4);
+                }
+                __syncwarp();
+                cluster_barrier_relaxed();  // all CTAs run, and their rings are free
+                consumer.send(tile, d);
+                consumer.write_sums(tile);
             } else {
                 consumer.write(work.tile(index), d);
             }
         }
         if constexpr (SPLIT_K > 1) {
-            if (work.cluster >= work.num_tiles) cluster_barrier();  // the barrier that the producers count on
+            // the barrier that the producers count on
+            if (work.cluster >= work.num_tiles) cluster_barrier_relaxed();
         }
     }
-    // No CTA ends while another may still read its memory or arrive at its barriers.
-    if constexpr (SPLIT_K > 1) {
-        cluster_barrier();
-    } else if constexpr (MULTICAST > 1) {
-        cluster_barrier_relaxed();
-    }
+    // No CTA ends while another may still arrive at its barriers. (One that waits for sums can't end early.)
+    if constexpr (MULTICAST > 1) cluster_barrier_relaxed();
 }
 
 }  // namespace castiron

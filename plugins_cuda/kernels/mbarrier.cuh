@@ -50,26 +50,36 @@ __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity)
 __device__ __forceinline__ void named_barrier(int barrier, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
-// Barrier of all threads of the cluster, by whole converged warps; shared memory written before it is visible
-// in all CTAs after it.
-__device__ __forceinline__ void cluster_barrier() {
-    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-// The same without ordering memory: all threads of the cluster have come this far.
-__device__ __forceinline__ void cluster_barrier_relaxed() {
+// Barrier of all threads of the cluster, by whole converged warps, without ordering memory (which would stall
+// until every store of the multiprocessor has arrived): all threads have come this far.
+__device__ __forceinline__ void cluster_arrive_relaxed() {
     asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
-    asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
 }
-__device__ __forceinline__ float4 load_cluster(uint32_t address, uint32_t rank) {
-    float4 v;
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); }
+__device__ __forceinline__ void cluster_barrier_relaxed() {
+    cluster_arrive_relaxed();
+    cluster_wait();
+}
+// The same place of shared memory in CTA `rank` of the cluster.
+__device__ __forceinline__ uint32_t cluster_address(uint32_t address, uint32_t rank) {
+    uint32_t remote;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(rank));
+    return remote;
+}
+// Stores into shared memory of the cluster that count their bytes at a barrier of the same CTA, as copies do:
+// whoever waits for it sees them. Both addresses as cluster_address gives them.
+__device__ __forceinline__ void store_async(uint32_t to, float a, float b, uint32_t barrier) {
     asm volatile(
-        "{.reg .b32 remote; mapa.shared::cluster.u32 remote, %4, %5;"
-        "ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [remote];}"
-        : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
-        : "r"(address), "r"(rank)
+        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(to),
+        "f"(a), "f"(b), "r"(barrier)
         : "memory");
-    return v;
+}
+__device__ __forceinline__ void store_async(uint32_t to, float4 v, uint32_t barrier) {
+    asm volatile(
+        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::
+            "r"(to),
+        "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w), "r"(barrier)
+        : "memory");
 }
 
 // Registers per thread of this warpgroup from here on; all its warps execute it.

@@ -19,27 +19,42 @@
 #define SCHEME_Q4_K 6
 #define SCHEME_Q5_K 7
 #define SCHEME_Q6_K 8
+#define SCHEME_INT4_G32 9
+#define SCHEME_INT4_G64 10
+#define SCHEME_INT4_G128 11
+#define SCHEME_INT4_G32Z 12
+#define SCHEME_INT4_G64Z 13
+#define SCHEME_INT4_G128Z 14
 
 namespace castiron {
 
 constexpr int kScheme = SCHEME;
-constexpr bool kIsKQuant = kScheme >= SCHEME_Q4_K;
-constexpr bool kHasMinimum =
-    kScheme == SCHEME_Q4_1 || kScheme == SCHEME_Q5_1 || kScheme == SCHEME_Q4_K || kScheme == SCHEME_Q5_K;
+constexpr bool kIsKQuant = kScheme >= SCHEME_Q4_K && kScheme <= SCHEME_Q6_K;
+constexpr bool kIsInt4 = kScheme >= SCHEME_INT4_G32;          // bf16 scales
+constexpr bool kHasZeroPoints = kScheme >= SCHEME_INT4_G32Z;  // a group's; its minimum is -scale * zero point
+constexpr bool kHasMinimum = kScheme == SCHEME_Q4_1 || kScheme == SCHEME_Q5_1 || kScheme == SCHEME_Q4_K ||
+                             kScheme == SCHEME_Q5_K || kHasZeroPoints;
 constexpr int kTileRows = 64;
-constexpr int kUnit = kIsKQuant ? 256 : 64;               // columns of a tile
-constexpr int kParts = kUnit / 64;                        // runs of 64 columns, 4 steps each
-constexpr int kGroup = kScheme == SCHEME_Q6_K ? 16 : 32;  // columns that share a scale
-constexpr int kZeroPoint = kScheme == SCHEME_Q4_0   ? 8
-                           : kScheme == SCHEME_Q5_0 ? 16
-                           : kScheme == SCHEME_Q6_K ? 32
-                                                    : 0;
+// columns that share a scale
+constexpr int kGroup = kScheme == SCHEME_Q6_K                                        ? 16
+                       : kScheme == SCHEME_INT4_G64 || kScheme == SCHEME_INT4_G64Z   ? 64
+                       : kScheme == SCHEME_INT4_G128 || kScheme == SCHEME_INT4_G128Z ? 128
+                                                                                     : 32;
+constexpr int kUnit = kIsKQuant ? 256 : kGroup > 64 ? kGroup : 64;  // columns of a tile
+constexpr int kParts = kUnit / 64;                                  // runs of 64 columns, 4 steps each
+constexpr int kPartGroups = kGroup < 64 ? 64 / kGroup : 1;          // whose scales a run needs
+constexpr int kPartGroup = 64 / kPartGroups;                        // columns of it that share one
+constexpr int kZeroPoint = kScheme == SCHEME_Q4_0 || (kIsInt4 && !kHasZeroPoints) ? 8
+                           : kScheme == SCHEME_Q5_0                               ? 16
+                           : kScheme == SCHEME_Q6_K                               ? 32
+                                                                                  : 0;
 constexpr int kHighBits = kScheme == SCHEME_Q5_0 || kScheme == SCHEME_Q5_1 || kScheme == SCHEME_Q5_K ? 1
                           : kScheme == SCHEME_Q6_K                                                   ? 2
                                                                                                      : 0;
-constexpr int kHeaderBytes = kScheme == SCHEME_BF16                             ? 0
-                             : kScheme == SCHEME_Q6_K                           ? 128 + 16 * 64
-                             : kIsKQuant                                        ? 256 + 12 * 64
+constexpr int kHeaderBytes = kScheme == SCHEME_BF16   ? 0
+                             : kScheme == SCHEME_Q6_K ? 128 + 16 * 64
+                             : kIsKQuant              ? 256 + 12 * 64
+                             : kIsInt4                ? kUnit / kGroup * 64 * (kHasZeroPoints ? 3 : 2)
                              : kScheme == SCHEME_Q4_1 || kScheme == SCHEME_Q5_1 ? 512
                                                                                 : 256;
 constexpr int kCodeBytes = kScheme == SCHEME_BF16   ? 8192
@@ -82,6 +97,12 @@ __device__ __forceinline__ uint32_t subtract_bf16x2(uint32_t a, uint32_t b) {
     uint32_t difference;
     asm("sub.rn.bf16x2 %0, %1, %2;" : "=r"(difference) : "r"(a), "r"(b));
     return difference;
+}
+
+__device__ __forceinline__ uint32_t multiply_bf16x2(uint32_t a, uint32_t b) {
+    uint32_t product;
+    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
+    return product;
 }
 
 // a & mask | bits in one instruction, which the compiler misses for two constants.
@@ -158,6 +179,12 @@ __device__ __forceinline__ float2 group_scale(const uint8_t *tile, int row, int 
         return {half_at(tile + row * 2) * float(scale), -half_at(tile + 128 + row * 2) * float(minimum)};
     } else if constexpr (kScheme == SCHEME_BF16) {
         return {1.0f, 0.0f};
+    } else if constexpr (kIsInt4) {
+        const uint16_t bits = reinterpret_cast<const uint16_t *>(tile)[group * 64 + row];
+        const float scale = __uint_as_float(uint32_t(bits) << 16);
+        float zero_point = kZeroPoint;
+        if constexpr (kHasZeroPoints) zero_point = tile[kUnit / kGroup * 128 + group * 64 + row];
+        return {scale, -zero_point * scale};  // exact: 8 bits times 4
     } else {
         const float scale = half_at(tile + (group * 64 + row) * 2);
         if constexpr (kHasMinimum) return {scale, half_at(tile + 256 + (group * 64 + row) * 2)};
@@ -168,7 +195,7 @@ __device__ __forceinline__ float2 group_scale(const uint8_t *tile, int row, int 
 // Of 64 columns (part of the tile) and rows g and g + 8 of a panel: scales[group][row]. All lanes of the warp
 // call it: the 4 lanes that hold the same rows share the work of unpacking K-quants.
 __device__ __forceinline__ void load_scales(const uint8_t *tile, int panel, int part, int lane,
-                                            float2 scales[64 / kGroup][2]) {
+                                            float2 scales[kPartGroups][2]) {
     const int row = panel * 16 + lane / 4, t = lane % 4;
     if constexpr (kScheme == SCHEME_Q6_K) {  // 4 groups: lane t unpacks group t
         const float own[2] = {group_scale(tile, row, part * 4 + t).x,
@@ -187,8 +214,8 @@ __device__ __forceinline__ void load_scales(const uint8_t *tile, int panel, int 
         }
     } else {
 #pragma unroll
-        for (int i = 0; i < 4; ++i)
-            scales[i / 2][i % 2] = group_scale(tile, row + i % 2 * 8, part * 2 + i / 2);
+        for (int i = 0; i < 2 * kPartGroups; ++i)
+            scales[i / 2][i % 2] = group_scale(tile, row + i % 2 * 8, part * 64 / kGroup + i / 2);
     }
 }
 
@@ -220,16 +247,37 @@ __device__ __forceinline__ void load_fragments(const uint8_t *tile, int panel, i
                 a[step][i] = *reinterpret_cast<const uint32_t *>(rows + i % 2 * 1024 + chunk * 16);
             }
         }
+    } else if constexpr (kIsInt4) {
+        // Codes less zero points are exact in bf16, and so are scales: a product is rounded once.
+        const CodeWords words = load_code_words(tile, panel, part, lane);
+        uint32_t scales[kPartGroups][2], zeros[kPartGroups][2];  // pairs of equal values
+#pragma unroll
+        for (int i = 0; i < 2 * kPartGroups; ++i) {
+            const int at = (part * 64 / kGroup + i / 2) * 64 + row + i % 2 * 8;
+            scales[i / 2][i % 2] = reinterpret_cast<const uint16_t *>(tile)[at] * 0x10001u;
+            const uint32_t zero_point = kHasZeroPoints ? tile[kUnit / kGroup * 128 + at] : kZeroPoint;
+            zeros[i / 2][i % 2] = (0x4300u | zero_point) * 0x10001u;
+        }
+#pragma unroll
+        for (int step = 0; step < 4; ++step) {
+            unpack_codes(words, step, a[step]);
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const int group = step * 16 / kPartGroup;
+                a[step][i] =
+                    multiply_bf16x2(subtract_bf16x2(a[step][i], zeros[group][i % 2]), scales[group][i % 2]);
+            }
+        }
     } else {
         const CodeWords words = load_code_words(tile, panel, part, lane);
-        float2 scales[64 / kGroup][2];
+        float2 scales[kPartGroups][2];
         load_scales(tile, panel, part, lane, scales);
 #pragma unroll
         for (int step = 0; step < 4; ++step) {
             unpack_codes(words, step, a[step]);
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                a[step][i] = dequantize_pair(a[step][i], scales[step * 16 / kGroup][i % 2]);
+                a[step][i] = dequantize_pair(a[step][i], scales[step * 16 / kPartGroup][i % 2]);
             }
         }
     }

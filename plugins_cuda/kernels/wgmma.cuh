@@ -30,6 +30,7 @@ __device__ __forceinline__ void wgmma_wait() {
 }
 
 #define WGMMA_D4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define WGMMA_D8(i) WGMMA_D4(i), WGMMA_D4(i + 4)
 #define WGMMA_D16(i) WGMMA_D4(i), WGMMA_D4(i + 4), WGMMA_D4(i + 8), WGMMA_D4(i + 12)
 #define WGMMA_D32(i) WGMMA_D16(i), WGMMA_D16(i + 16)
 #define WGMMA_D64(i) WGMMA_D32(i), WGMMA_D32(i + 32)
@@ -37,6 +38,48 @@ __device__ __forceinline__ void wgmma_wait() {
 // clang-format off
 template <int kTokens>
 struct Wgmma;  // accumulate = 0 overwrites d
+
+template <>
+struct Wgmma<16> {
+    static __device__ __forceinline__ void shared(float (&d)[8], uint64_t a, uint64_t b, int accumulate) {
+        asm volatile(
+            "{.reg .pred p; setp.ne.b32 p, %10, 0;"
+            "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 {"
+            "%0, %1, %2, %3, %4, %5, %6, %7},"
+            " %8, %9, p, 1, 1, 0, 0;}"
+            : WGMMA_D8(0) : "l"(a), "l"(b), "r"(accumulate));
+    }
+    static __device__ __forceinline__ void registers(float (&d)[8], const uint32_t (&a)[4], uint64_t b, int accumulate) {
+        asm volatile(
+            "{.reg .pred p; setp.ne.b32 p, %13, 0;"
+            "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 {"
+            "%0, %1, %2, %3, %4, %5, %6, %7},"
+            " {%8, %9, %10, %11}, %12, p, 1, 1, 0;}"
+            : WGMMA_D8(0)
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
+    }
+};
+
+template <>
+struct Wgmma<32> {
+    static __device__ __forceinline__ void shared(float (&d)[16], uint64_t a, uint64_t b, int accumulate) {
+        asm volatile(
+            "{.reg .pred p; setp.ne.b32 p, %18, 0;"
+            "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {"
+            "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15},"
+            " %16, %17, p, 1, 1, 0, 0;}"
+            : WGMMA_D16(0) : "l"(a), "l"(b), "r"(accumulate));
+    }
+    static __device__ __forceinline__ void registers(float (&d)[16], const uint32_t (&a)[4], uint64_t b, int accumulate) {
+        asm volatile(
+            "{.reg .pred p; setp.ne.b32 p, %21, 0;"
+            "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {"
+            "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15},"
+            " {%16, %17, %18, %19}, %20, p, 1, 1, 0;}"
+            : WGMMA_D16(0)
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
+    }
+};
 
 template <>
 struct Wgmma<64> {
@@ -125,6 +168,7 @@ struct Wgmma<256> {
 // clang-format on
 
 #undef WGMMA_D4
+#undef WGMMA_D8
 #undef WGMMA_D16
 #undef WGMMA_D32
 #undef WGMMA_D64

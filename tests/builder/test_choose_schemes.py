@@ -74,3 +74,34 @@ def test_a_gpu_stores_dense_weights_as_bfloat16(scheme: str, quantize: str, expe
 def test_a_gpu_refuses_arithmetic_it_has_no_kernels_for(compute: str) -> None:
     with pytest.raises(InputError, match=f"--compute {compute} is not there on sm_90: use bf16 or auto"):
         resolve_compute(compute, "keep", ["q4_1"], H200)
+
+
+def int4_matrices() -> dict[str, Parameter]:
+    shapes = {"embedding.weight": 96, "lm_head.weight": 96, "a": 384, "b": 192, "c": 96, "d": 100}
+    return {
+        name: Parameter(name, (8, k), "bf16", (Part(name, 0, 8),), "f16") for name, k in shapes.items()
+    } | {"kept": Parameter("kept", (8, 128), "q4_1", (Part("kept", 0, 8),), "q4_1")}
+
+
+def test_int4_takes_the_largest_groups_that_fit_and_leaves_embeddings_and_blocks() -> None:
+    chosen, compute = choose_schemes(int4_matrices(), "int4", "auto", H200)
+    assert compute == "bf16"
+    assert {name: parameter.scheme for name, parameter in chosen.items()} == {
+        "embedding.weight": "bf16", "lm_head.weight": "bf16", "a": "int4_g128", "b": "int4_g64", "c": "int4_g32",
+        "d": "bf16", "kept": "q4_1",
+    }  # fmt: skip
+
+
+def test_a_cpu_refuses_int4_and_says_what_to_do() -> None:
+    with pytest.raises(
+        InputError, match=r"^--quantize int4 has no kernels on cpu:generic: use .*--target sm_90$"
+    ):
+        choose_schemes(int4_matrices(), "int4", "auto", CPU)
+    packed = {"w": Parameter("w", (8, 128), "int4_g32z", (Part("w", 0, 8),), "int4_g32z")}
+    with pytest.raises(
+        InputError, match="weight w, stored as int4_g32z, has no kernels on cpu:generic: use --quant"
+    ):
+        choose_schemes(packed, "keep", "auto", CPU)
+    chosen, _ = choose_schemes(packed, "none", "auto", CPU)
+    assert chosen["w"].scheme == "bf16"
+    assert choose_schemes(packed, "keep", "auto", H200)[0]["w"].scheme == "int4_g32z"

@@ -6,7 +6,7 @@ import pytest
 from castiron.builder.dummy_tensors import dummy_tensor, dummy_values
 from castiron.builder.parameters import Parameter, Part
 from castiron.builder.weight_values import made_up_values
-from castiron.models.schemes import SCHEMES
+from castiron.models.schemes import schemes_for
 from castiron.runtime.dummy_weights import (
     decode_dummy_tensors,
     dummy_chunks,
@@ -16,8 +16,9 @@ from castiron.runtime.dummy_weights import (
     unit_bytes,
 )
 
-STORED = [("n16", scheme) for scheme in sorted(SCHEMES)]
-STORED += [("m64", scheme) for scheme in sorted(SCHEMES) if scheme not in ("f32", "f16")]
+STORED = [("n16", scheme) for scheme in schemes_for("cpu")] + [
+    ("m64", scheme) for scheme in schemes_for("cuda")
+]
 
 
 def matrix(
@@ -73,6 +74,18 @@ def test_the_list_in_an_engine_reads_back_and_fills_each_tensor_in_its_place() -
         expected = np.concatenate(list(dummy_chunks(tensor)))
         assert np.array_equal(weights[tensor.weights_offset :][: tensor.num_bytes], expected)
     assert not weights[:256].any()
+
+
+def test_made_up_zero_points_are_those_of_4_bits() -> None:
+    parameter = matrix("int4_g64z", layout="m64")
+    packed = np.concatenate(list(dummy_chunks(dummy_tensor(parameter, 0)))).reshape(-1, 128 + 64 + 2048)
+    assert sorted(np.unique(packed[:, 128:192])) == list(range(16))
+
+
+def test_unknown_scale_types_are_refused() -> None:
+    data = encode_dummy_tensors([dummy_tensor(matrix("int4_g32", layout="m64"), 0)])
+    with pytest.raises(ValueError, match="has scales of 'bf8'"):
+        decode_dummy_tensors(data.replace(b'"scale_element":"bf16"', b'"scale_element":"bf8"'), 1 << 20)
 
 
 def test_a_list_that_reaches_outside_the_weights_is_refused() -> None:

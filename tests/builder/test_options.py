@@ -59,7 +59,7 @@ def test_every_flag_reaches_its_option() -> None:
     [
         (["m"], "no output: give -o"),
         (["-o", "x"], "no model"),
-        (["m", "-o", "x", "--quantize", "int4"], "--quantize int4 is not there yet"),
+        (["m", "-o", "x", "--quantize", "nvfp4"], "--quantize nvfp4 is not there yet"),
         (["m", "-o", "x", "--quantize", "keeps"], "did you mean keep"),
         (["m", "-o", "x", "--compute", "fp16"], "expected one of auto, f32, bf16, int8"),
         (["m", "-o", "x", "--weights", "rand"], "did you mean random"),

@@ -22,7 +22,7 @@ from castiron.builder.passes.eliminate_common_subexpressions import eliminate_co
 from castiron.builder.passes.fuse_silu_mul import fuse_silu_mul
 from castiron.builder.passes.merge_linears import merge_linears
 from castiron.builder.passes.remove_dead_code import remove_dead_code
-from castiron.builder.pipeline import CPU_PASSES, Pass, optimize
+from castiron.builder.pipeline import CPU_PASSES, PASSES, Pass, optimize
 from castiron.builder.verify_graph import GraphError, verify_graph
 from castiron.models.ops import STATES
 
@@ -251,6 +251,19 @@ def test_stock_passes_keep_cache_writes(llama: Traced) -> None:
     verify_graph(program, "stock passes")
     assert removed >= 3  # the attentions
     assert sum(g.is_op(node, "kv_write") for node in program.graph) == 3
+
+
+@pytest.mark.parametrize("kind", sorted(PASSES))
+def test_the_passes_leave_a_clone_as_it_was_traced(llama: Traced, kind: str) -> None:
+    """Golden values are computed from one while the passes run."""
+    program = copy_of(llama[0])
+    clone = program.model.clone()
+    traced = [(value.name, value.dtype, str(value.shape)) for node in clone.graph for value in node.outputs]
+    optimize(program, "bf16", None, PASSES[kind])
+    assert any(value.dtype == ir.DataType.BFLOAT16 for node in program.graph for value in node.outputs) == (
+        kind == "cuda"
+    )
+    assert [(v.name, v.dtype, str(v.shape)) for node in clone.graph for v in node.outputs] == traced
 
 
 def test_common_subexpressions_and_dead_code_go(llama: Traced) -> None:

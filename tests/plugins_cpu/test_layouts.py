@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from castiron.models.schemes import DENSE_SCHEMES, QUANTIZED_SCHEMES, SCHEMES
+from castiron.models.schemes import SCHEMES, schemes_for
 from castiron.plugins_cpu import layouts
 from castiron.plugins_cpu.layouts import pack, packed_bytes, row_bytes, unpack
 
@@ -20,7 +20,7 @@ def ks_of(scheme: str) -> tuple[int, ...]:
     return (block, 3 * block, 8 * block) if block > 1 else (1, 2, 31, 64)
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", schemes_for("cpu"))
 @pytest.mark.parametrize("n", [1, 15, 16, 17, 100])
 def test_unpack_returns_the_packed_bits(scheme: str, n: int) -> None:
     for k in ks_of(scheme):
@@ -32,7 +32,7 @@ def test_unpack_returns_the_packed_bits(scheme: str, n: int) -> None:
         np.testing.assert_array_equal(unpack(scheme, packed, n, k), rows)
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", schemes_for("cpu"))
 def test_packs_of_panel_aligned_slices_concatenate_to_the_pack_of_the_whole(scheme: str) -> None:
     k = ks_of(scheme)[1]
     rows = random_bytes(scheme, 70, k)
@@ -40,7 +40,7 @@ def test_packs_of_panel_aligned_slices_concatenate_to_the_pack_of_the_whole(sche
     np.testing.assert_array_equal(np.concatenate(parts), pack(scheme, rows, k))
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", schemes_for("cpu"))
 def test_weights_larger_than_a_strip_round_trip(scheme: str) -> None:
     k = 2048
     n = (1 << 20) // row_bytes(scheme, k) + 3
@@ -48,7 +48,7 @@ def test_weights_larger_than_a_strip_round_trip(scheme: str) -> None:
     np.testing.assert_array_equal(unpack(scheme, pack(scheme, rows, k), n, k), rows)
 
 
-@pytest.mark.parametrize("scheme", QUANTIZED_SCHEMES)
+@pytest.mark.parametrize("scheme", schemes_for("cpu", quantized=True))
 def test_a_quantized_weight_takes_the_checkpoints_bytes(scheme: str) -> None:
     assert packed_bytes(scheme, 32, 512) == 32 * row_bytes(scheme, 512)
     assert packed_bytes(scheme, 33, 512) == 48 * row_bytes(scheme, 512)
@@ -75,7 +75,7 @@ def test_a_4_bit_byte_holds_the_codes_of_k_and_k_plus_16() -> None:
     assert np.count_nonzero(planes) == 1
 
 
-@pytest.mark.parametrize("scheme", DENSE_SCHEMES + QUANTIZED_SCHEMES)
+@pytest.mark.parametrize("scheme", schemes_for("cpu"))
 def test_rows_beyond_n_are_packed_as_zeros(scheme: str) -> None:
     k = ks_of(scheme)[1]
     packed = pack(scheme, random_bytes(scheme, 3, k), k)
@@ -97,6 +97,6 @@ def test_packed_bytes_are_those_of_the_named_layout() -> None:
     header = Path(layouts.__file__).with_name("abi.h").read_text()
     assert f'kWeightLayout[] = "{layouts.LAYOUT}"' in header
     digest = hashlib.sha256()
-    for scheme in SCHEMES:
+    for scheme in schemes_for("cpu"):
         digest.update(pack(scheme, random_bytes(scheme, 17, 512), 512))
     assert digest.hexdigest() == "441d57fe797bf7b3f92ad64145638f4ccab1f140106f3c4fb86dd63bb7c275bb"

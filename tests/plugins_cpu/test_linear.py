@@ -13,12 +13,14 @@ from quantized_weights import (
     sum_q8,
 )
 
-from castiron.models.schemes import DENSE_SCHEMES, QUANTIZED_SCHEMES, SCHEMES
+from castiron.models.schemes import DENSE_SCHEMES, SCHEMES, schemes_for
 from castiron.plugins_cpu.layouts import pack
 from castiron.runtime.devices import kernel_library
 
 LEVELS = [level for level in kernel_library.LEVELS if kernel_library.supports(level)]
-KERNELS = [f"linear.{s}" for s in SCHEMES] + [f"linear_q8.{s}" for s in QUANTIZED_SCHEMES]
+KERNELS = [f"linear.{s}" for s in schemes_for("cpu")] + [
+    f"linear_q8.{s}" for s in schemes_for("cpu", quantized=True)
+]
 ROW_COUNTS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 13, 15, 16, 17, 24, 31, 32, 33, 65)
 TOLERANCE = 2e-6  # of sum |x| |w|: f32 rounding of a few thousand additions
 
@@ -147,7 +149,7 @@ def test_k_beyond_one_piece_and_rows_beyond_one_block_match(kernel: str, level: 
     np.testing.assert_array_equal(single_row(case, 129).run(level)[0], y[129])
 
 
-@pytest.mark.parametrize("scheme", QUANTIZED_SCHEMES)
+@pytest.mark.parametrize("scheme", schemes_for("cpu", quantized=True))
 @pytest.mark.parametrize("byte", [0x00, 0xFF, 0x80, 0x7F])
 def test_extreme_codes_and_activations_do_not_saturate(scheme: str, byte: int, level: str) -> None:
     case = Case(f"linear_q8.{scheme}", 17, 512, 19)
@@ -161,7 +163,7 @@ def test_extreme_codes_and_activations_do_not_saturate(scheme: str, byte: int, l
     case.check(case.run(level))
 
 
-@pytest.mark.parametrize("scheme", QUANTIZED_SCHEMES)
+@pytest.mark.parametrize("scheme", schemes_for("cpu", quantized=True))
 def test_zero_scales_and_zero_activations_give_the_bias(scheme: str, level: str) -> None:
     for op in ("linear", "linear_q8"):
         case = Case(f"{op}.{scheme}", 17, 256, 9)

@@ -1,31 +1,34 @@
-"""Times linear_many's tilings beside torch.matmul: python bench_linear_many.py [--scheme q4_1] [--tokens 128 2048].
+"""Times kernels of linear beside torch.matmul: python bench_linear_many.py [--schemes q4_1] [--tokens 128 2048].
 
 Every measurement is one graph of launches joined by programmatic edges (torch's: plain ones), replayed between two
-events; weights and activations rotate over more memory than the L2 cache holds. µs per launch, TFLOP/s in brackets;
-* is the tiling the planner would choose.
+events; weights and activations rotate over more memory than the L2 cache holds. Of linear_few's and linear_many's
+kernels the --most whose predicted cost is least are measured: µs per launch, the prediction in brackets; * is the
+one the planner would choose. At the end of a row the best time and its TB/s of weights and TFLOP/s, and what was
+measured before (linear_times.py).
 """
 
 import argparse
 import ctypes
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from cuda.bindings import driver
 from cuda_kernel_caller import NUM_TOKENS, TARGET, check, function_of, pack_params
 from dense_tiles import pack_dense
+from linear_times import CUBLAS_BF16, FEW_BEFORE, MANY_BF16
 
+from castiron.plugins_cuda import linear_few_specs, linear_many_specs
 from castiron.plugins_cuda.compile import compile_cubin
-from castiron.plugins_cuda.kernel_spec import CudaKernelSpec
+from castiron.plugins_cuda.kernel_spec import CudaKernelSpec, Sizes
 from castiron.plugins_cuda.layouts import packed_bytes
-from castiron.plugins_cuda.linear_many_specs import SPECS
 from castiron.runtime.step_abi import HEADER_WORDS
 
 SHAPES = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))  # (n, k) of Llama 3.1 8B's linears
 ROTATED_BYTES = 256 << 20  # L2: 50 MB
 LAUNCHES = 24  # of a graph
-REPLAYS = 7
+REPLAYS = 5
 
 
 def launch(spec: CudaKernelSpec, params: bytes, grid: tuple[int, int, int], stream: int) -> None:
@@ -67,67 +70,98 @@ def microseconds(run: Callable[[int, int], object], copies: int) -> float:
     return statistics.median(times[2:])
 
 
-def measure(scheme: str, n: int, k: int, tokens: int) -> None:
+def candidates(scheme: str, sizes: Sizes, most: int) -> list[CudaKernelSpec]:
+    """The kernels the planner expects most of, best first."""
+    able = [
+        spec
+        for spec in (*linear_few_specs.SPECS, *linear_many_specs.SPECS)
+        if spec.op == "linear"
+        and spec.scheme == scheme
+        and spec.operands["out0"] == "bf16"
+        and not spec.why_not(sizes)
+        and not (
+            spec.source == "linear_few.cu" and dict(spec.defines)["TOKENS"] == "16" and sizes["rows"] <= 8
+        )
+    ]
+    return sorted(able, key=lambda spec: spec.cost(sizes))[:most]
+
+
+def measure(scheme: str, n: int, k: int, tokens: int, most: int, num_sms: int) -> None:
     """Print the row of one shape."""
-    num_sms = torch.cuda.get_device_properties(0).multi_processor_count
     sizes = {"n": n, "k": k, "rows": tokens, "num_sms": num_sms}
-    copies = max(2, -(-ROTATED_BYTES // (packed_bytes(scheme, n, k) + 2 * tokens * (n + k))))
-    copies = min(copies, LAUNCHES)
+    num_bytes = packed_bytes(scheme, n, k)
+    copies = max(2, min(LAUNCHES, -(-ROTATED_BYTES // (num_bytes + 2 * tokens * (n + k)))))
     xs = [torch.randn(tokens, k, device="cuda").bfloat16() for _ in range(copies)]
     ys = [torch.empty(tokens, n, device="cuda", dtype=torch.bfloat16) for _ in range(copies)]
-    weights = [torch.randn(n, k, device="cuda").bfloat16() / 64 for _ in range(copies)]
-    torch.matmul(xs[0], weights[0].T, out=ys[0])  # cuBLAS sets up outside of the capture
-    plain = microseconds(lambda i, _: torch.matmul(xs[i], weights[i].T, out=ys[i]), copies)
+    columns = [f"{scheme} [{n}, {k}] x {tokens}".ljust(28)]
     if scheme == "bf16":
+        weights = [torch.randn(n, k, device="cuda", dtype=torch.bfloat16) / 64 for _ in range(copies)]
+        torch.matmul(xs[0], weights[0].T, out=ys[0])  # cuBLAS sets up outside of the capture
+        plain = microseconds(lambda i, _: torch.matmul(xs[i], weights[i].T, out=ys[i]), copies)
+        columns.append(f"torch {plain:6.1f}")
         packed = [pack_dense(weight) for weight in weights]
-    else:  # any bits whose f16 scales are finite
-        size = packed_bytes(scheme, n, k)
-        packed = [torch.full((size,), 0x22, dtype=torch.uint8, device="cuda") for _ in range(copies)]
+    else:  # any bits whose scales are finite
+        packed = [torch.full((num_bytes,), 0x22, dtype=torch.uint8, device="cuda") for _ in range(copies)]
     header = torch.full((HEADER_WORDS,), tokens, dtype=torch.int32, device="cuda")
-
-    def brief(time: float) -> str:
-        return f"{time:7.1f} ({2e-6 * tokens * n * k / time:4.0f})"
-
-    able = [s for s in SPECS if s.scheme == scheme and s.operands["out0"] == "bf16" and not s.why_not(sizes)]
-    chosen = min(able, key=lambda spec: spec.cost(sizes))
-    columns = [f"[{n}, {k}] x {tokens}".ljust(22), f"torch {brief(plain)}"]
-    for spec in sorted(able, key=lambda spec: spec.cost(sizes))[:4]:
+    best = float("inf")
+    for index, spec in enumerate(candidates(scheme, sizes, most)):
+        fields = {"x_stride": k} if spec.source == "linear_few.cu" else {}
         blocks = [
             pack_params(spec, {
                 "x": xs[i], "weight": packed[i], "bias": None, "y": ys[i], "y_stride": n, "header": header,
-                "count": NUM_TOKENS, "n": n, "k": k,
+                "count": NUM_TOKENS, "n": n, "k": k, **fields,
             })
             for i in range(copies)
         ]  # fmt: skip
-        function_of(spec)
         grid = spec.grid(sizes)
+        maximum = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        check(driver.cuFuncSetAttribute(function_of(spec), maximum, spec.shared_bytes({})))
 
         def run(i: int, stream: int, spec: CudaKernelSpec = spec, blocks: list[bytes] = blocks) -> None:
             launch(spec, blocks[i], grid, stream)  # noqa: B023
 
-        maximum = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-        check(driver.cuFuncSetAttribute(function_of(spec), maximum, spec.shared_bytes({})))
-        name = spec.name.removeprefix(f"linear_many.{scheme}.") + ("*" if spec is chosen else "")
-        columns.append(f"{name} {brief(microseconds(run, copies))}")
-    megabytes = packed_bytes(scheme, n, k) / 1e6
-    print(" | ".join(columns), f"| weights {megabytes:.0f} MB", flush=True)
+        time = microseconds(run, copies)
+        best = min(best, time)
+        name = spec.name.removeprefix("linear_").replace(f".{scheme}", "") + ("*" if index == 0 else "")
+        columns.append(f"{name} {time:.1f} ({spec.cost(sizes):.1f})")
+    rate = f"best {best:.1f}: {num_bytes / best / 1e6:.2f} TB/s, {2e-6 * tokens * n * k / best:.0f} TFLOP/s"
+    before = [*MANY_BF16.get((n, k, tokens), {}).values()] if scheme == "bf16" else []
+    before += [FEW_BEFORE[key] for key in ((scheme, n, k, tokens),) if key in FEW_BEFORE]
+    columns.append(rate + (f"; before {min(before):.1f}" if before else ""))
+    if scheme == "bf16" and (n, k, tokens) in CUBLAS_BF16:
+        columns[-1] += f", cuBLAS {CUBLAS_BF16[n, k, tokens]:.1f}"
+    print(" | ".join(columns), flush=True)
 
 
-def main() -> None:
+def measure_all(
+    schemes: Sequence[str], shapes: Iterable[tuple[int, int]], tokens: Sequence[int], most: int
+) -> None:
+    """Compile what will be measured, 16 at a time, then print a row per scheme, number of tokens and shape."""
+    num_sms = torch.cuda.get_device_properties(0).multi_processor_count
+    cases = [(scheme, n, k, count) for scheme in schemes for count in tokens for n, k in shapes]
+    used = {
+        (spec.source, spec.defines)
+        for scheme, n, k, count in cases
+        for spec in candidates(scheme, {"n": n, "k": k, "rows": count, "num_sms": num_sms}, most)
+    }
+    with ThreadPoolExecutor(16) as pool:
+        for done in [pool.submit(compile_cubin, source, defines, TARGET) for source, defines in used]:
+            done.result()
+    for scheme, n, k, count in cases:
+        measure(scheme, n, k, count, most, num_sms)
+
+
+def arguments_of(description: str, tokens: list[int]) -> argparse.Namespace:
+    """Command line of both benches."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--scheme", default="bf16")
-    parser.add_argument("--tokens", type=int, nargs="+", default=[64, 128, 256, 512, 2048])
-    arguments = parser.parse_args()
-    with ThreadPoolExecutor(12) as pool:
-        for spec in SPECS:
-            if spec.scheme == arguments.scheme and spec.operands["out0"] == "bf16":
-                pool.submit(compile_cubin, spec.source, spec.defines, TARGET)
-    for n, k in SHAPES:
-        for tokens in arguments.tokens:
-            measure(arguments.scheme, n, k, tokens)
+    parser.add_argument("--schemes", nargs="+", default=["bf16"])
+    parser.add_argument("--tokens", type=int, nargs="+", default=tokens)
+    parser.add_argument("--most", type=int, default=5, help="kernels that are measured for a shape")
+    return parser.parse_args()
 
 
 if __name__ == "__main__":
-    main()
+    given = arguments_of(__doc__ or "", [64, 128, 256, 512, 2048])
+    measure_all(given.schemes, SHAPES, given.tokens, given.most)

@@ -1,6 +1,6 @@
 """Random checkpoint rows of every weight scheme, and the values they stand for, with numpy alone.
 
-The block formats are those of ggml-common.h and ggml-quants.c of ggml.
+The block formats are those of ggml-common.h and ggml-quants.c of ggml, and of models/schemes.py (int4).
 """
 
 import numpy as np
@@ -23,6 +23,12 @@ def random_rows(scheme: str, n: int, k: int, rng: np.random.Generator) -> np.nda
     block_size, block_bytes = SCHEMES[scheme].block_size, SCHEMES[scheme].block_bytes
     rows = rng.integers(0, 256, (n, row_bytes(scheme, k)), dtype=np.uint8)
     blocks = rows.reshape(n, k // block_size, block_bytes)
+    if scheme.startswith("int4"):
+        scales = (rng.standard_normal(blocks.shape[:2]) * 0.02).astype(np.float32).view(np.uint32) >> 16
+        blocks[..., :2] = scales.astype(np.uint16)[..., None].view(np.uint8)
+        if scheme.endswith("z"):
+            blocks[..., 2] &= 15
+        return rows
     for start in _HALVES[scheme]:
         halves = rng.standard_normal(blocks.shape[:2]) * 0.02 / (1 if block_size == 32 else 32)
         blocks[..., start : start + 2] = halves.astype(np.float16)[..., None].view(np.uint8)
@@ -34,7 +40,12 @@ def decode_rows(scheme: str, rows: np.ndarray) -> np.ndarray:
     if scheme == "bf16":
         return (rows.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
     blocks = rows.reshape(-1, SCHEMES[scheme].block_bytes)
-    values = _decode_k(scheme, blocks) if SCHEMES[scheme].block_size == 256 else _decode_32(scheme, blocks)
+    if scheme.startswith("int4"):
+        values = _decode_int4(scheme, blocks)
+    else:
+        values = (
+            _decode_k(scheme, blocks) if SCHEMES[scheme].block_size == 256 else _decode_32(scheme, blocks)
+        )
     return values.astype(np.float32).reshape(rows.shape[0], -1)
 
 
@@ -58,6 +69,15 @@ def _decode_32(scheme: str, blocks: np.ndarray) -> np.ndarray:
     if scheme in ("q4_1", "q5_1"):
         return scale * codes + _half(blocks, 2)
     return scale * (codes - (8 if scheme == "q4_0" else 16))
+
+
+def _decode_int4(scheme: str, blocks: np.ndarray) -> np.ndarray:
+    scale = (np.ascontiguousarray(blocks[:, :2]).view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+    zero = blocks[:, 2:3].astype(np.float32) if scheme.endswith("z") else np.float32(8)
+    nibbles = blocks[:, -SCHEMES[scheme].block_size // 2 :]
+    codes = np.empty((len(blocks), SCHEMES[scheme].block_size), np.float32)
+    codes[:, 0::2], codes[:, 1::2] = nibbles & 15, nibbles >> 4
+    return scale * (codes - zero)
 
 
 def _decode_k(scheme: str, blocks: np.ndarray) -> np.ndarray:

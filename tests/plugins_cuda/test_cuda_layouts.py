@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from checkpoint_blocks import decode_rows, random_rows
 
-from castiron.models.schemes import QUANTIZED_SCHEMES, SCHEMES
+from castiron.models.schemes import SCHEMES, schemes_for
 from castiron.plugins_cuda import layouts
 from castiron.plugins_cuda.layouts import (
     PACKED_SCHEMES,
@@ -93,6 +93,8 @@ def element(scheme: str, tile: np.ndarray, row: int, column: int) -> np.float32:
     i, hi = row % 16 // 8 + column % 16 // 8 * 2, column % 2
     parts = unit_columns(scheme) // 64
     header = {"q4_0": 256, "q4_1": 512, "q5_0": 256, "q5_1": 512, "q8_0": 256, "q6_k": 1152}.get(scheme, 1024)
+    if scheme.startswith("int4"):
+        header = unit_columns(scheme) // SCHEMES[scheme].group_size * 64 * (3 if scheme.endswith("z") else 2)
     codes = tile[header:]
     if scheme == "q8_0":
         at = panel * 1024 + step // 2 * 512 + lane * 16 + step % 2 * 8 + 2 * i + hi
@@ -110,6 +112,15 @@ def element(scheme: str, tile: np.ndarray, row: int, column: int) -> np.float32:
 
 
 def header_value(scheme: str, tile: np.ndarray, row: int, column: int, code: int) -> np.float32:
+    if scheme.startswith("int4"):
+        groups, group = (
+            unit_columns(scheme) // SCHEMES[scheme].group_size,
+            column // SCHEMES[scheme].group_size,
+        )
+        bits = tile[: groups * 128].view(np.uint16).reshape(groups, 64)[group, row]
+        zeros = tile[groups * 128 : groups * 192].reshape(-1, 64)
+        zero = int(zeros[group, row]) if scheme.endswith("z") else 8
+        return (np.uint32(bits) << np.uint32(16)).view(np.float32) * np.float32(code - zero)
     halves = tile[:256].view(np.float16).reshape(2, 64).astype(np.float32)
     if SCHEMES[scheme].block_size == 32:
         scale = halves[column // 32, row]
@@ -131,7 +142,7 @@ def header_value(scheme: str, tile: np.ndarray, row: int, column: int, code: int
 
 def test_decoded_blocks_are_those_of_gguf() -> None:
     gguf = pytest.importorskip("gguf")
-    for scheme in QUANTIZED_SCHEMES:
+    for scheme in schemes_for("cpu", quantized=True):
         rows = random_rows(scheme, 20, 768, np.random.default_rng(0))
         expected = gguf.quants.dequantize(rows, gguf.GGMLQuantizationType(SCHEMES[scheme].ggml_type))
         np.testing.assert_array_equal(decode_rows(scheme, rows), expected)
@@ -154,4 +165,4 @@ def test_packed_bytes_are_those_of_the_named_layout() -> None:
     digest = hashlib.sha256()
     for scheme in PACKED_SCHEMES:
         digest.update(pack(scheme, random_bytes(scheme, 67, 512), 512))
-    assert digest.hexdigest() == "af820f896ca604e2b63ade14c7a9f3393dec1a31ab637b8a11fee41c9e803a96"
+    assert digest.hexdigest() == "5251fbeccb1031f3e8028f499ad605cf5bca57b69802009aaf22de3fbb8c7e56"

@@ -22,9 +22,10 @@ from cuda_kernel_caller import NUM_LOGITS, NUM_TOKENS, TARGET, call, poisoned
 pytestmark = pytest.mark.gpu
 
 BY_NAME = {spec.name: spec for spec in SPECS if spec.op == "linear"}
-STRUCTURES = [f"linear_few.{scheme}.{tokens}" for scheme in ("bf16", "q4_1") for tokens in TOKENS]
+STRUCTURES = [
+    f"linear_few.{scheme}.{tokens}" for scheme in ("bf16", "q4_1", "int4_g128z") for tokens in TOKENS
+]
 ACCUMULATION = 5e-5  # of sum |x| |w|: tensor cores' f32 sums, of codes up to 50 times the weights
-WEIGHT_ROUNDING = 2.0**-8  # the same, where weights are rounded to bf16 first
 BF16_ROUNDING = 2.0**-8
 
 
@@ -92,8 +93,7 @@ class Case:
     def check(self, spec: CudaKernelSpec, y: torch.Tensor) -> None:
         x, weight = self.x[: self.live].double(), self.weight.double()
         expected = REFERENCES["linear"](x, weight, None if self.bias is None else self.bias.double())
-        is_exact = spec.scheme == "bf16" or tiling_of(spec).scales_sums
-        bound = (ACCUMULATION if is_exact else WEIGHT_ROUNDING) * (x.abs() @ weight.abs().T + 1)
+        bound = ACCUMULATION * (x.abs() @ weight.abs().T + 1)
         if y.dtype == torch.bfloat16:
             bound += expected.abs() * BF16_ROUNDING
         error = (y.double() - expected).abs()
@@ -104,7 +104,7 @@ class Case:
         relative = float(error.norm() / expected.norm())
         if error.numel() < 100:
             return  # a few sums may cancel: their norm says nothing
-        assert relative < (3e-5 if is_exact and y.dtype == torch.float32 else 4e-3), relative
+        assert relative < (3e-5 if y.dtype == torch.float32 else 4e-3), relative
 
 
 def tiling_of(spec: CudaKernelSpec) -> Tiling:
@@ -179,9 +179,9 @@ def test_results_of_a_token_do_not_depend_on_the_others(name: str) -> None:
 
 @pytest.mark.parametrize("pad", [1, 4])
 def test_rows_of_x_need_no_alignment(pad: int) -> None:
-    for name in ("linear_few.bf16.8", "linear_few.q4_1.64.s2"):
+    for name in ("linear_few.bf16.8", "linear_few.q4_1.16.s2", "linear_few.int4_g128.16"):
         spec = BY_NAME[name]
-        case = Case.random(spec.scheme, 7, 8, 130, 544, seed=9, pad=pad)
+        case = Case.random(spec.scheme, 7, 8, 130, 640 if "g128" in name else 544, seed=9, pad=pad)
         case.check(spec, case.run(spec, pad=1))
 
 
@@ -197,7 +197,7 @@ def test_the_count_may_be_of_logits() -> None:
         case.check(BY_NAME[name], case.run(BY_NAME[name], count=NUM_LOGITS))
 
 
-@pytest.mark.parametrize("name", ["linear_few.bf16.8", "linear_few.q4_1.16", "linear_few.q4_0.64.s4"])
+@pytest.mark.parametrize("name", ["linear_few.bf16.8", "linear_few.q4_1.16", "linear_few.q4_0.16.s4"])
 def test_more_than_2_31_weights_are_addressed(name: str) -> None:
     """All rows but the first and the last 64 are zeros."""
     spec = BY_NAME[name]

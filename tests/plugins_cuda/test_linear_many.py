@@ -26,13 +26,15 @@ QUANTIZED = [
     f"{scheme}.{tiling}"
     for scheme in PACKED_SCHEMES
     if scheme != "bf16"
-    for tiling in ("128x256.m2.f32", "256x128", "256x64.s4")
+    for tiling in ("128x256.m2.f32", "256x128", "128x32.s2")
 ]
 # live tokens, capacity, n, k: tails of every tile size, single rows, several tiles per CTA's share
 SHAPES = (
     (1, 1, 8, 8),
     (1, 128, 1, 512),
     (5, 64, 72, 64),
+    (13, 16, 264, 328),
+    (33, 48, 130, 712),
     (64, 64, 64, 1024),
     (129, 200, 200, 136),
     (128, 256, 576, 576),
@@ -161,12 +163,16 @@ def test_quantized_weights_match_the_reference(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name in QUANTIZED if name.endswith(".256x128")])
 def test_odd_numbers_of_groups_match_the_reference(name: str) -> None:
     spec = BY_NAME[name]
-    k = 1792 if unit_columns(spec.scheme) == 256 else 1120  # half a tile of 64 columns
+    # half a tile of 64 columns, where groups allow it
+    k = {256: 1792, 128: 1152}.get(unit_columns(spec.scheme), 1088 if "int4_g64" in name else 1120)
     case = Case.random(spec.scheme, 70, 70, 130, k, seed=3)
     case.check(case.run(spec), WEIGHT_ROUNDING)
 
 
-STRUCTURES = ("bf16.128x256.m2", "bf16.256x128", "bf16.256x128.s4", "q4_1.256x128", "q4_k.256x64.s4")
+STRUCTURES = (
+    "bf16.128x256.m2", "bf16.256x128", "bf16.256x128.s4", "bf16.128x16.s3", "bf16.128x64", "q4_1.256x128",
+    "q4_k.256x64.s4", "q4_1.128x32.s3", "int4_g128.256x64.s4",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("name", STRUCTURES)

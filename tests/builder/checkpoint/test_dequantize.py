@@ -6,7 +6,7 @@ import torch
 from ggml_blocks import dequantize_rows, quantize_rows
 
 from castiron.builder.checkpoint.dequantize import check_finite, dequantize, to_dense
-from castiron.models.schemes import DENSE_SCHEMES, QUANTIZED_SCHEMES, SCHEMES
+from castiron.models.schemes import DENSE_SCHEMES, SCHEMES, schemes_for
 from castiron.runtime.errors import CheckpointError
 
 BOUND = {  # root mean square error of standard normal values, by what the bits allow
@@ -23,7 +23,7 @@ def normal(rows: int, k: int) -> np.ndarray:
     return np.random.default_rng(1).standard_normal((rows, k)).astype(np.float32)
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", schemes_for("cpu"))
 def test_quantized_values_come_back_close(scheme: str) -> None:
     values = normal(40, 512)
     back = dequantize(scheme, quantize_rows(scheme, values), 512)
@@ -31,7 +31,7 @@ def test_quantized_values_come_back_close(scheme: str) -> None:
     assert np.sqrt(np.mean((back - values) ** 2)) <= BOUND[scheme]
 
 
-@pytest.mark.parametrize("scheme", QUANTIZED_SCHEMES)
+@pytest.mark.parametrize("scheme", schemes_for("cpu", quantized=True))
 def test_random_blocks_agree_with_the_gguf_package(scheme: str) -> None:
     record = SCHEMES[scheme]
     rows = np.random.default_rng(2).integers(0, 256, (50, 2 * record.block_bytes), dtype=np.uint8)
@@ -71,7 +71,7 @@ def test_a_dense_value_that_is_not_finite_is_named(scheme: str, bad: float) -> N
         check_finite(scheme, to_dense(scheme, values), "w")
 
 
-@pytest.mark.parametrize("scheme", QUANTIZED_SCHEMES)
+@pytest.mark.parametrize("scheme", schemes_for("cpu", quantized=True))
 def test_a_block_scale_that_is_not_finite_is_named(scheme: str) -> None:
     rows = quantize_rows(scheme, normal(3, 512))
     check_finite(scheme, rows, "w")
