@@ -2,8 +2,8 @@
 
 import json
 import tempfile
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,7 @@ from castiron.builder.weight_values import LoadParameter, checkpoint_values, mad
 from castiron.runtime.dummy_weights import MEMBER as DUMMY_MEMBER
 from castiron.runtime.dummy_weights import encode_dummy_tensors
 from castiron.runtime.engine_file_writer import EngineFileWriter
-from castiron.runtime.errors import InputError
+from castiron.runtime.errors import CheckpointError, InputError
 from castiron.runtime.manifest import Manifest, Profile, QuantizationInfo, WeightsFile
 from castiron.runtime.output_file import check_output_file
 from castiron.runtime.peak_memory import peak_memory_bytes
@@ -111,7 +111,7 @@ def build_engine(options: BuildOptions, quiet: bool = False) -> BuildResult:
         check_output_file(options.output, ".engine", options.model)
     if options.dump_passes is not None:
         check_dump_folder(options.dump_passes)
-    with ExitStack() as stack:
+    with _naming(options.model), ExitStack() as stack:
         opened = _open(options, target, phases, stack)
         kernels: Background[KernelFiles] | None = None
         if target.kind == "cpu" and not options.dry_run:  # compiles beside the following phases
@@ -136,6 +136,17 @@ def build_engine(options: BuildOptions, quiet: bool = False) -> BuildResult:
             values = made_up_values(parameters)
             golden = stack.enter_context(_start_golden(target, opened, traced, parameters, values))
         return _write(options, target, opened, built, kernels, golden, phases)
+
+
+@contextmanager
+def _naming(model: str) -> Iterator[None]:
+    """Errors of the checkpoint name the model, even those raised where only its tensors are known."""
+    try:
+        yield
+    except CheckpointError as error:
+        if model in str(error):
+            raise
+        raise CheckpointError(f"{model}: {error}") from error
 
 
 def _open(options: BuildOptions, target: Target, phases: Phases, stack: ExitStack) -> OpenedModel:

@@ -91,7 +91,11 @@ def _parser() -> argparse.ArgumentParser:
         help="a row's result doesn't depend on the batch (always so on the CPU)",
     )
     add("--recipe", type=Path, metavar="FILE", help="these options as JSON or TOML; flags given here win")
-    add("--dry-run", action="store_true", help="print memory, buckets and kernels; write nothing")
+    add(
+        "--dry-run",
+        action="store_true",
+        help="print memory, buckets and kernels; write nothing but what --dump-passes asks for",
+    )
     add("--dump-passes", type=Path, metavar="DIR", help="write the graph after every pass as .onnx")
     add(
         "--max-build-seconds",

@@ -1,5 +1,7 @@
 """The graph after each pass, as files: NN_name.onnx for Netron and NN_name.txt to read and diff."""
 
+import os
+from collections.abc import Callable
 from pathlib import Path
 
 import onnx_ir as ir
@@ -19,12 +21,24 @@ def dump_stage(folder: Path, index: int, name: str, program: g.Program) -> None:
     """Write one stage. Raises WorkFailedError if the folder can't be written."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        program.save(folder / f"{index:02d}_{name}.onnx")
-        (folder / f"{index:02d}_{name}.txt").write_text(describe_program(program))
+        text = describe_program(program)
+        _write_whole(folder / f"{index:02d}_{name}.onnx", program.save)
+        _write_whole(folder / f"{index:02d}_{name}.txt", lambda path: path.write_text(text))
     except OSError as error:
         raise WorkFailedError(
             f"can't write {folder}: {error.strerror}, give --dump-passes another folder"
         ) from error
+
+
+def _write_whole(path: Path, write: Callable[[Path], object]) -> None:
+    """Let `write` make the file under another name, then give it its own; a failure leaves no part of it."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        write(temporary)
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def describe_program(program: g.Program) -> str:

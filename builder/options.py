@@ -38,13 +38,23 @@ class BuildOptions:
 
     def __post_init__(self) -> None:
         """Raise InputError for a value that can't be honoured."""
+        if not self.model.strip():
+            raise InputError(
+                "the model's name is empty: give a Hugging Face folder, a .gguf file or a hub id"
+            )
         if self.output is None and not self.dry_run:
             raise InputError("no output: give -o OUT.engine, or --dry-run to only print the plan")
         if self.quantize in FUTURE_QUANTIZE_MODES:
             raise InputError(
                 f"--quantize {self.quantize} is not there yet: use keep (the checkpoint's own blocks), none or int4"
             )
-        _check_choice("--quantize", self.quantize, QUANTIZE_MODES)
+        if self.quantize not in QUANTIZE_MODES:
+            _check_choice(
+                "--quantize",
+                self.quantize,
+                QUANTIZE_MODES,
+                f"; not there yet: {', '.join(FUTURE_QUANTIZE_MODES)}",
+            )
         _check_choice("--compute", self.compute, COMPUTE_MODES)
         _check_choice("--weights", self.weights, WEIGHTS_MODES)
         if self.tune:
@@ -53,6 +63,8 @@ class BuildOptions:
             )
         for name in ("max_seqs", "max_seq_len", "max_batched_tokens", "max_build_seconds"):
             value = getattr(self, name)
+            if name == "max_seq_len" and value == 1:
+                raise InputError("--max-seq-len is 1, expected at least 2: a prompt token and a new one")
             if value is not None and not 0 < value < 2**31:
                 raise InputError(f"{flag(name)} is {value}, expected a positive number below 2^31")
 
@@ -92,8 +104,8 @@ def _python_type(annotation: str) -> type:
     return str
 
 
-def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+def _check_choice(name: str, value: str, choices: tuple[str, ...], more: str = "") -> None:
     if value not in choices:
         near = nearest_name(value, choices)
         hint = f" (did you mean {near}?)" if near else ""
-        raise InputError(f"{name} is {value!r}, expected one of {', '.join(choices)}{hint}")
+        raise InputError(f"{name} is {value!r}, expected one of {', '.join(choices)}{more}{hint}")

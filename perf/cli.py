@@ -6,9 +6,12 @@ import sys
 from castiron.runtime.command_line import (
     OneLineParser,
     add_engine_options,
+    engine_path,
     positive_int,
     positive_int_list,
     run_command,
+    unicode_text,
+    whole_number,
 )
 from castiron.runtime.errors import EXIT_USAGE, InputError
 from castiron.runtime.output_file import check_output_file, output_file
@@ -24,7 +27,7 @@ def _parser() -> argparse.ArgumentParser:
     offline = commands.add_parser(
         "offline", help="decode and prefill speed, whole batches", allow_abbrev=False
     )
-    offline.add_argument("engine", metavar="ENGINE")
+    offline.add_argument("engine", type=engine_path, metavar="ENGINE")
     offline.add_argument(
         "--batch",
         type=positive_int_list,
@@ -37,18 +40,21 @@ def _parser() -> argparse.ArgumentParser:
     offline.add_argument(
         "--output-len", type=positive_int, default=64, metavar="N", help="tokens (default 64)"
     )
-    offline.add_argument("--seed", type=int, default=0, help="of the random prompts (default 0)")
+    offline.add_argument("--seed", type=whole_number, default=0, help="of the random prompts (default 0)")
 
     startup = commands.add_parser(
         "startup", help="process start to first token, peak memory", allow_abbrev=False
     )
-    startup.add_argument("engine", metavar="ENGINE")
+    startup.add_argument("engine", type=engine_path, metavar="ENGINE")
     prompt = startup.add_mutually_exclusive_group()
     prompt.add_argument(
         "--prompt-len", type=positive_int, default=16, metavar="N", help="start from N token ids (default 16)"
     )
     prompt.add_argument(
-        "--prompt", metavar="TEXT", help="start from text, in the chat template if there is one"
+        "--prompt",
+        type=unicode_text,
+        metavar="TEXT",
+        help="start from text, in the chat template if there is one",
     )
 
     for command in (offline, startup):
@@ -85,11 +91,19 @@ def _run_offline(args: argparse.Namespace, argv: list[str]) -> int:
 def _run_startup(args: argparse.Namespace, argv: list[str]) -> int:
     from castiron.perf.startup import measure_startup, startup_table
     from castiron.runtime.engine_file import EngineFile
+    from castiron.runtime.engine_options import resolve_limits
+    from castiron.server.engine_arguments import engine_options
 
     prompt: str | list[int] = args.prompt
     if args.prompt is None:
         with EngineFile.open(args.engine) as engine:
             vocab_size = engine.manifest.model.vocab_size
+            limits = resolve_limits(engine_options(args), engine.manifest.profile)
+        if args.prompt_len >= limits.max_seq_len:  # told before anything starts
+            raise InputError(
+                f"--prompt-len is {args.prompt_len}, a sequence may have {limits.max_seq_len} tokens with at "
+                f"least 1 new one: lower --prompt-len to {limits.max_seq_len - 1}"
+            )
         prompt = [(7 * index + 5) % vocab_size for index in range(args.prompt_len)]
     flags = []
     for flag, value in (
@@ -120,7 +134,12 @@ def _write(args: argparse.Namespace, argv: list[str], metrics: dict[str, object]
 def main(argv: list[str] | None = None) -> int:
     """The command; returns its exit code."""
     argv = sys.argv[1:] if argv is None else argv
-    if argv and argv[0] in _LATER:
+    if not argv:
+        print(
+            "bench-engine: no command, expected offline or startup (see bench-engine --help)", file=sys.stderr
+        )
+        return EXIT_USAGE
+    if argv[0] in _LATER:
         print(
             f"bench-engine: {argv[0]} is not there yet in this version, expected offline or startup",
             file=sys.stderr,

@@ -1,5 +1,6 @@
 """bench-engine startup: run-engine started again and again, from process start to its first token."""
 
+import errno
 import json
 import subprocess
 import sys
@@ -30,7 +31,12 @@ def start_once(engine: str, prompt: str | Sequence[int], engine_flags: Sequence[
     asked = f"--prompt={prompt}" if isinstance(prompt, str) else f"--prompt-ids={','.join(map(str, prompt))}"
     command = [sys.executable, "-m", "castiron.server.cli", engine, asked]
     command += ["--max-tokens", "1", "--temperature", "0", "--json", *engine_flags]
-    done = subprocess.run(command, capture_output=True, stdin=subprocess.DEVNULL)
+    try:
+        done = subprocess.run(command, capture_output=True, stdin=subprocess.DEVNULL)
+    except OSError as error:
+        if error.errno != errno.E2BIG:
+            raise
+        raise InputError(f"the prompt ({len(prompt)} long) doesn't fit a command line: shorten it") from error
     if done.returncode != 0:
         lines = done.stderr.decode(errors="replace").strip().splitlines()
         raise _failure(done.returncode, lines[-1] if lines else "no message")

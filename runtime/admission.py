@@ -19,7 +19,7 @@ def validate_request(request: AddRequest, info: EngineInfo) -> None:
         raise RequestError("the prompt is empty, expected at least one token", "prompt")
     sampling.validate()
     # lengths before contents: an oversized prompt is refused without looking at its tokens
-    left = tokens_left(num_prompt_tokens, info.max_seq_len)
+    left = tokens_left(num_prompt_tokens, info.max_seq_len, advice=longer_sequences(info))
     if sampling.max_tokens > left:
         raise RequestError(
             f"`max_tokens` is {sampling.max_tokens} and the prompt has {num_prompt_tokens} tokens, together "
@@ -42,13 +42,28 @@ def validate_request(request: AddRequest, info: EngineInfo) -> None:
         )
 
 
-def tokens_left(num_prompt_tokens: int, max_seq_len: int, param: str = "prompt") -> int:
-    """How many new tokens fit behind the prompt. Raises RequestError (the counts, `param`) if none does."""
+def longer_sequences(info: EngineInfo) -> str:
+    """What whoever loads this engine can do so that sequences may be longer; "" if nothing."""
+    if info.max_seq_len < info.asked_seq_len:  # the KV cache is what limits
+        return "raise `kv_memory_bytes`"
+    if info.max_seq_len < info.built_seq_len:
+        return "load the engine with a higher `max_seq_len`"
+    if 0 < info.built_seq_len < info.context_len:
+        return "rebuild the engine with a larger `max_seq_len`"
+    return ""
+
+
+def tokens_left(num_prompt_tokens: int, max_seq_len: int, param: str = "prompt", advice: str = "") -> int:
+    """How many new tokens fit behind the prompt. Raises RequestError (the counts, `param`) if none does.
+
+    `advice` is longer_sequences() for one who loads the engine; clients of a server can't follow it.
+    """
     if num_prompt_tokens >= max_seq_len:
-        shorten = f"shorten the prompt to {max_seq_len - 1} tokens or " if max_seq_len > 1 else ""
+        todo = [f"shorten the prompt to {max_seq_len - 1} tokens"] if max_seq_len > 1 else []
+        todo += [advice] if advice else []
         raise RequestError(
             f"the prompt has {num_prompt_tokens} tokens, a sequence may have {max_seq_len} with at least 1 new "
-            f"one: {shorten}load the engine with a higher `max_seq_len` or `kv_memory_bytes`",
+            f"one: {' or '.join(todo) or 'this engine can answer nothing'}",
             param,
         )
     return max_seq_len - num_prompt_tokens

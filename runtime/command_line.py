@@ -5,13 +5,15 @@ import os
 import re
 import sys
 from collections.abc import Callable
-from typing import NoReturn
+from typing import Any, NoReturn, TextIO, TypeVar, cast
 
-from castiron.runtime.errors import EXIT_FAILED, EXIT_USAGE, CastironError
+from castiron.runtime.errors import EXIT_FAILED, EXIT_USAGE, CastironError, WorkFailedError
 from castiron.runtime.printable import one_line
 
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells count
 EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE: the reader of our output went away
+
+Result = TypeVar("Result")
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _FLAGS = {"kv_memory_bytes": "--kv-memory", "num_threads": "--threads"}  # all others are spelled alike
@@ -24,10 +26,37 @@ class OneLineParser(argparse.ArgumentParser):
         self.exit(EXIT_USAGE, f"{self.prog}: {one_line(message)} (see {self.prog} --help)\n")
 
 
+class _Output:
+    """Standard output whose failures say whose they are: other files' are OSErrors too."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        return self._told(lambda: self._stream.write(text))
+
+    def flush(self) -> None:
+        self._told(self._stream.flush)
+
+    @staticmethod
+    def _told(work: Callable[[], Result]) -> Result:
+        try:
+            return work()
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            raise WorkFailedError(f"can't write standard output: {error.strerror or error}") from error
+
+
 def run_command(
     parser: argparse.ArgumentParser, argv: list[str] | None, work: Callable[[argparse.Namespace], int]
 ) -> int:
     """Parse `argv` (None: the process's), do the work, return the exit code; a mistake or failure is one line."""
+    stdout = sys.stdout
+    sys.stdout = cast(TextIO, _Output(stdout))
     try:
         try:
             args = parser.parse_args(argv)
@@ -48,12 +77,14 @@ def run_command(
         return _failed(parser.prog, "out of memory: free some or ask for less", EXIT_FAILED)
     except OSError as error:
         return _failed(parser.prog, str(error), EXIT_FAILED)
+    finally:
+        sys.stdout = stdout
 
 
 def _failed(prog: str, message: str, code: int) -> int:
     try:
         sys.stdout.flush()
-    except OSError:  # a full disk, say
+    except (OSError, WorkFailedError):  # a full disk, say
         _drop_output()
     print(f"{prog}: {one_line(message)}", file=sys.stderr)
     return code
@@ -82,9 +113,60 @@ def memory_bytes(text: str) -> int:
 
 def positive_int(text: str) -> int:
     """A whole number from 1 on."""
-    if not re.fullmatch(r"\d{1,18}", text.strip()) or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
+    digits = text.strip()
+    if not re.fullmatch(r"[0-9]+", digits) or not digits.strip("0"):
+        raise argparse.ArgumentTypeError(f"{_shown(text)} is not a positive whole number")
+    if len(digits) > 18:
+        raise argparse.ArgumentTypeError(f"{_shown(text)} is too large, expected at most 18 digits")
+    return int(digits)
+
+
+def whole_number(text: str) -> int:
+    """A whole number, negative ones too; its range is checked where it is used."""
+    if not re.fullmatch(r"[+-]?[0-9]{1,40}", text.strip()):
+        raise argparse.ArgumentTypeError(f"{_shown(text)} is not a whole number")
     return int(text)
+
+
+def number(text: str) -> float:
+    """A number, as float() reads it; its range is checked where it is used."""
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{_shown(text)} is not a number, expected for example 0.7"
+        ) from None
+
+
+def named(text: str) -> str:
+    """A name or address that can't be empty."""
+    if not text.strip():
+        raise argparse.ArgumentTypeError("the name is empty: give one, or leave the flag out")
+    return text
+
+
+def engine_path(text: str) -> str:
+    """The path of an engine file."""
+    if not text or "\0" in text:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no file name: give an engine file made by build-engine"
+        )
+    return text
+
+
+def unicode_text(text: str) -> str:
+    """Text of the command line, whose bytes must be UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise argparse.ArgumentTypeError(
+            f"the text is not valid UTF-8 (character {error.start + 1}): give Unicode text"
+        ) from None
+    return text
+
+
+def _shown(text: str) -> str:
+    return repr(text) if len(text) <= 40 else f"{text[:40]!r}…"
 
 
 def positive_int_list(text: str) -> tuple[int, ...]:
@@ -94,11 +176,15 @@ def positive_int_list(text: str) -> tuple[int, ...]:
 
 def token_id_list(text: str) -> tuple[int, ...]:
     """Token ids of "1,2,3"."""
-    if not re.fullmatch(r"\s*-?\d{1,18}\s*(,\s*-?\d{1,18}\s*)*", text):
+    parts = [part.strip() for part in text.split(",")]
+    if not all(re.fullmatch(r"-?[0-9]+", part) for part in parts):
         raise argparse.ArgumentTypeError(
-            f"{text[:40]!r} is not a list of token ids, expected for example 1,2,3"
+            f"{_shown(text)} is not a list of token ids, expected for example 1,2,3"
         )
-    return tuple(int(part) for part in text.split(","))
+    for part in parts:
+        if len(part) > 18:
+            raise argparse.ArgumentTypeError(f"token id {_shown(part)} is out of range")
+    return tuple(int(part) for part in parts)
 
 
 def add_engine_options(parser: argparse.ArgumentParser) -> None:

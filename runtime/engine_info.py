@@ -10,6 +10,9 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     family: str
     vocab_size: int
     max_seq_len: int  # tokens a sequence may have, prompt and output; also what fits in the cache
+    built_seq_len: int = 0  # the max_seq_len that the engine was built for
+    context_len: int = 0  # that its model was made for; 0: unknown
+    asked_seq_len: int = 0  # what max_seq_len would be if the KV cache had room
     max_seqs: int
     max_batched_tokens: int
     block_size: int  # tokens of a cache block

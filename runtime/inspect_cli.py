@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from castiron.runtime.command_line import OneLineParser, run_command, with_flags
+from castiron.runtime.command_line import OneLineParser, engine_path, run_command, with_flags
 from castiron.runtime.diff_engines import Difference, diff_engines
 from castiron.runtime.engine_file import EngineFile
 from castiron.runtime.engine_summary import kernel_choices, summarize
@@ -26,14 +26,17 @@ def main(argv: list[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = OneLineParser(prog="inspect-engine", description=__doc__, allow_abbrev=False)
-    parser.add_argument("engine", metavar="ENGINE", help="engine file made by build-engine")
+    parser.add_argument("engine", type=engine_path, metavar="ENGINE", help="engine file made by build-engine")
     parser.add_argument("--json", action="store_true", help="print one JSON object with everything")
     what = parser.add_mutually_exclusive_group()
     what.add_argument(
         "--graph", type=output_file, metavar="OUT.onnx", help="write the ONNX graph to this file"
     )
     what.add_argument(
-        "--diff", metavar="OTHER", help="show what differs from this engine; exit 1 if anything does"
+        "--diff",
+        type=engine_path,
+        metavar="OTHER",
+        help="show what differs from this engine; exit 1 if anything does",
     )
     what.add_argument(
         "--tactics", action="store_true", help="show the kernels chosen and what else was possible"

@@ -55,11 +55,15 @@ class LLMEngine:
         self.plans = PlanTable(device.header, limits)
         self.scheduler = Scheduler(self.rows, self.blocks, limits.max_batched_tokens)
         self.timings = {"load_plan_s": load_plan_s, **device.timings}
+        context = manifest.model.config.get("max_position_embeddings")
         self.info = EngineInfo(
             model_name=manifest.model.name,
             family=manifest.model.family,
             vocab_size=manifest.model.vocab_size,
             max_seq_len=max_seq_len,
+            built_seq_len=manifest.profile.max_seq_len,
+            context_len=context if isinstance(context, int) else 0,
+            asked_seq_len=limits.max_seq_len,
             max_seqs=limits.max_seqs,
             max_batched_tokens=limits.max_batched_tokens,
             block_size=groups[0].block_size,

@@ -25,6 +25,10 @@ def check_output_file(output: Path, ending: str, source: str | os.PathLike[str] 
         raise InputError(f"output folder {folder} does not exist: create it first")
     if output.is_dir():
         raise InputError(f"output {output} is a folder, expected a file name ending in {ending}")
+    if output.exists() and not output.is_file():  # the new file would be renamed over it
+        raise InputError(
+            f"output {output} is a device, pipe or socket, expected a file name ending in {ending}"
+        )
     if not os.access(folder, os.W_OK | os.X_OK):
         raise InputError(f"cannot write in {folder}: no permission; choose another output")
     if source is not None and output.exists() and Path(source).exists() and output.samefile(source):

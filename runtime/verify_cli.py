@@ -5,7 +5,7 @@ import sys
 
 import msgspec
 
-from castiron.runtime.command_line import OneLineParser, positive_int, run_command, with_flags
+from castiron.runtime.command_line import OneLineParser, engine_path, positive_int, run_command, with_flags
 from castiron.runtime.engine_file import EngineFile
 from castiron.runtime.errors import EXIT_FAILED, CastironError
 from castiron.runtime.printable import one_line
@@ -19,7 +19,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = OneLineParser(prog="verify-engine", description=__doc__, allow_abbrev=False)
-    parser.add_argument("engine", metavar="ENGINE", help="engine file made by build-engine")
+    parser.add_argument("engine", type=engine_path, metavar="ENGINE", help="engine file made by build-engine")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of lines")
     parser.add_argument(
         "--threads", type=positive_int, metavar="N", help="compute threads (default: all cores)"

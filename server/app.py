@@ -17,6 +17,7 @@ from castiron.server.chat_completions import handle_chat_completions
 from castiron.server.completions import handle_completions
 from castiron.server.engine_arguments import engine_options
 from castiron.server.error_responses import ModelNotFoundError, error_middleware, json_response
+from castiron.server.http_runner import HttpRunner
 from castiron.server.json_types import JsonObject
 from castiron.server.served_model import ServedModel
 from castiron.server.text_front import TextFront
@@ -49,7 +50,7 @@ async def _serve(args: argparse.Namespace) -> int:
             args.served_model_name or client.info.model_name or Path(args.engine).stem, client, front
         )
         # cancelled handlers are how a client that left aborts its requests
-        runner = web.AppRunner(
+        runner = HttpRunner(
             make_app(model),
             handle_signals=False,
             handler_cancellation=True,

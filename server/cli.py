@@ -7,9 +7,14 @@ import sys
 from castiron.runtime.command_line import (
     OneLineParser,
     add_engine_options,
+    engine_path,
+    named,
+    number,
     positive_int,
     run_command,
     token_id_list,
+    unicode_text,
+    whole_number,
 )
 from castiron.runtime.errors import InputError
 
@@ -19,19 +24,26 @@ _SAMPLING_FLAGS = ("max_tokens", "temperature", "top_p", "top_k", "seed")
 
 def _parser() -> argparse.ArgumentParser:
     parser = OneLineParser(prog="run-engine", description=__doc__, allow_abbrev=False)
-    parser.add_argument("engine", metavar="ENGINE", help="engine file made by build-engine")
+    parser.add_argument("engine", type=engine_path, metavar="ENGINE", help="engine file made by build-engine")
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument(
-        "--prompt", metavar="TEXT", help="answer this once, in the chat template if there is one"
+        "--prompt",
+        type=unicode_text,
+        metavar="TEXT",
+        help="answer this once, in the chat template if there is one",
     )
     mode.add_argument(
         "--prompt-ids", type=token_id_list, metavar="IDS", help="continue these token ids: 1,2,3"
     )
     mode.add_argument("--chat", action="store_true", help="chat in the terminal")
     serving = parser.add_argument_group("serving (the default)")
-    serving.add_argument("--host", help="address to listen on (default 127.0.0.1)")
-    serving.add_argument("--port", type=int, help="port to listen on, 0 = any free one (default 8000)")
-    serving.add_argument("--served-model-name", metavar="NAME", help="the model's name in the API")
+    serving.add_argument("--host", type=named, help="address to listen on (default 127.0.0.1)")
+    serving.add_argument(
+        "--port", type=whole_number, help="port to listen on, 0 = any free one (default 8000)"
+    )
+    serving.add_argument(
+        "--served-model-name", type=named, metavar="NAME", help="the model's name in the API"
+    )
     sampling = parser.add_argument_group("answering (default: the model's generation config, else greedy)")
     sampling.add_argument(
         "--max-tokens",
@@ -39,12 +51,12 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="new tokens at most (default 256, --chat: all that fit)",
     )
-    sampling.add_argument("--temperature", type=float, metavar="T", help="0 = greedy")
-    sampling.add_argument("--top-p", type=float, metavar="P", help="1 = off")
-    sampling.add_argument("--top-k", type=int, metavar="K", help="0 or -1 = off")
-    sampling.add_argument("--seed", type=int, metavar="N", help="same seed, same answer")
+    sampling.add_argument("--temperature", type=number, metavar="T", help="0 = greedy")
+    sampling.add_argument("--top-p", type=number, metavar="P", help="1 = off")
+    sampling.add_argument("--top-k", type=whole_number, metavar="K", help="0 or -1 = off")
+    sampling.add_argument("--seed", type=whole_number, metavar="N", help="same seed, same answer")
     sampling.add_argument(
-        "--logprobs", type=int, metavar="N", help="with --json: top N log probabilities a token"
+        "--logprobs", type=whole_number, metavar="N", help="with --json: top N log probabilities a token"
     )
     sampling.add_argument(
         "--raw", action="store_true", help="--prompt without the chat template, markup honoured"

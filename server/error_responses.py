@@ -5,6 +5,7 @@ from collections.abc import Awaitable, Callable
 
 import msgspec
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from castiron.runtime.errors import CastironError, RequestError, WorkFailedError
 from castiron.server.json_types import JsonObject
@@ -29,6 +30,12 @@ def error_object(error: Exception) -> tuple[int, JsonObject]:
     if isinstance(error, web.HTTPException):
         return error.status, _body(error.reason, "invalid_request_error", None, None)
     return 500, _body("internal error, see the server's log", "server_error", None, "internal_error")
+
+
+def bad_http(error: Exception) -> RequestError:
+    """The error of a request that is no sound HTTP, or whose body isn't what its headers say."""
+    lines = str(getattr(error, "message", "") or error).strip().splitlines()
+    return RequestError(f"malformed HTTP request: {lines[0].rstrip(':')[:200] if lines else 'cut off'}")
 
 
 def _body(message: str, kind: str, param: str | None, code: str | None) -> JsonObject:
@@ -61,6 +68,11 @@ async def error_middleware(
         response = json_response(body, status)
         if "Allow" in error.headers:
             response.headers["Allow"] = error.headers["Allow"]
+        return response
+    except (HttpProcessingError, web.RequestPayloadError) as error:  # while its body was read
+        status, body = error_object(bad_http(error))
+        response = json_response(body, status)
+        response.force_close()
         return response
     except Exception as error:
         status, body = error_object(error)

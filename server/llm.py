@@ -1,13 +1,14 @@
 """LLM: an engine file as a Python object, in this process."""
 
+import numbers
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
 import msgspec
 
-from castiron.runtime.admission import tokens_left
+from castiron.runtime.admission import longer_sequences, tokens_left
 from castiron.runtime.engine_info import EngineInfo
 from castiron.runtime.engine_options import EngineOptions
 from castiron.runtime.errors import InputError, RequestError
@@ -22,6 +23,7 @@ from castiron.server.stop_strings import checked_stop_strings
 from castiron.server.text_front import TextFront
 
 Prompt = str | Sequence[int]
+_EXPECTED = "expected text or a list of token ids, or a list of those"
 
 
 @dataclass(frozen=True)
@@ -115,6 +117,11 @@ class LLM:
 
         sampling_params None: the model's generation config and all the tokens that fit. Raises RequestError.
         """
+        if not _is_list(messages):
+            kind = type(messages).__name__
+            raise RequestError(
+                f"messages is a {kind}, expected a list of {{role, content}} objects", "messages"
+            )
         if not messages:
             raise RequestError("messages is empty, expected at least one message", "messages")
         for index, message in enumerate(messages):
@@ -128,6 +135,8 @@ class LLM:
             if not prompt:
                 raise RequestError("the prompt is empty, expected some text", "prompt")
             return tuple(self._front.tokenizer.encode_prompt(prompt))
+        if not _is_list(prompt):
+            raise RequestError(f"a prompt is a {type(prompt).__name__}, {_EXPECTED}", "prompt")
         return tuple(prompt)
 
     def _request(
@@ -139,7 +148,7 @@ class LLM:
     ) -> tuple[AddRequest, GeneratedText]:
         """A validated request and where its text will go. Raises InputError, RequestError."""
         if params is None:
-            left = tokens_left(len(prompt_ids), self._engine.info.max_seq_len)
+            left = tokens_left(len(prompt_ids), self.info.max_seq_len, advice=longer_sequences(self.info))
             max_tokens = left if default_max_tokens is None else min(left, default_max_tokens)
             sampling = default_sampling(self._engine.info.generation_defaults, max_tokens=max_tokens)
         elif isinstance(params, SamplingParams):
@@ -174,10 +183,18 @@ class LLM:
         ]
 
 
+def _is_list(value: object) -> bool:
+    """Whether it holds items in an order: a list, tuple, range or array, and not text, bytes or a mapping."""
+    ordered = all(hasattr(value, name) for name in ("__len__", "__getitem__", "__iter__"))
+    return ordered and not isinstance(value, str | bytes | bytearray | memoryview | Mapping)
+
+
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt (text, or token ids) or several, as several."""
     if isinstance(prompts, str):
         return [prompts]
-    if len(prompts) > 0 and not isinstance(prompts[0], str | Sequence):
+    if not _is_list(prompts):
+        raise RequestError(f"prompts is a {type(prompts).__name__}, {_EXPECTED}", "prompt")
+    if len(prompts) > 0 and isinstance(prompts[0], numbers.Number):
         return [cast(Sequence[int], prompts)]
     return list(cast(Sequence[Prompt], prompts))

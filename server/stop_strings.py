@@ -1,6 +1,6 @@
 """Stop strings: matched on text, across token boundaries."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from castiron.runtime.errors import RequestError
 
@@ -12,6 +12,8 @@ def checked_stop_strings(stop: str | Sequence[str] | None) -> tuple[str, ...]:
     """The request field `stop` as a tuple. Raises RequestError for too many, empty or overlong strings."""
     if stop is None:
         return ()
+    if not isinstance(stop, str | Iterable) or isinstance(stop, bytes | Mapping):
+        raise RequestError(f"stop is a {type(stop).__name__}, expected a string or several", "stop")
     strings = (stop,) if isinstance(stop, str) else tuple(stop)
     if not all(isinstance(string, str) for string in strings):
         raise RequestError("stop holds something other than strings, expected a string or several", "stop")

@@ -4,7 +4,7 @@ import argparse
 import sys
 import time
 
-from castiron.runtime.admission import tokens_left
+from castiron.runtime.admission import longer_sequences, tokens_left
 from castiron.runtime.command_line import with_flags
 from castiron.runtime.errors import InputError, RequestError
 from castiron.runtime.llm_engine import LLMEngine
@@ -77,7 +77,9 @@ def _turn(
     generated = GeneratedText(front.tokenizer)
     try:
         prompt_ids = front.prompter.encode(messages)
-        left = tokens_left(len(prompt_ids), engine.info.max_seq_len, "messages")
+        left = tokens_left(
+            len(prompt_ids), engine.info.max_seq_len, "messages", longer_sequences(engine.info)
+        )
         sampling = sampling_of(args, engine.info.generation_defaults, args.max_tokens or left)
         request = AddRequest("turn", tuple(prompt_ids), sampling)
         engine.validate(request)

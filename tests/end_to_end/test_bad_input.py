@@ -101,7 +101,7 @@ def test_checkpoint_mistake_is_one_line_with_exit_2_and_no_file(
     (tmp_path / "out").mkdir()
     done = run("build-engine", folder, "-o", tmp_path / "out" / "x.engine")
     assert done.returncode == 2, done.stderr
-    assert named in last_line(done)
+    assert named in last_line(done) and str(folder) in last_line(done)
     assert list((tmp_path / "out").iterdir()) == []
 
 

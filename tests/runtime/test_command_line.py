@@ -62,4 +62,7 @@ def test_output_that_can_not_be_written_is_one_line(tmp_path: Path) -> None:
     command = [sys.executable, "-m", COMMANDS["inspect-engine"], str(engine.path)]
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE)
-    assert (done.returncode, done.stderr) == (1, b"inspect-engine: [Errno 28] No space left on device\n")
+    assert (done.returncode, done.stderr) == (
+        1,
+        b"inspect-engine: can't write standard output: No space left on device\n",
+    )

@@ -14,6 +14,7 @@ from castiron.runtime.engine_info import EngineInfo, EngineStats
 from castiron.runtime.errors import WorkFailedError
 from castiron.runtime.messages import AddRequest, RequestOutput, TokenLogprobs
 from castiron.server.app import make_app
+from castiron.server.http_runner import HttpRunner
 from castiron.server.served_model import ServedModel
 from castiron.server.text_front import TextFront
 
@@ -124,7 +125,7 @@ def http_server(client: ScriptedClient, template: str | None = CHATML) -> Iterat
 
     async def start() -> str:
         runner.append(
-            web.AppRunner(make_app(model), handler_cancellation=True, access_log=None, shutdown_timeout=1)
+            HttpRunner(make_app(model), handler_cancellation=True, access_log=None, shutdown_timeout=1)
         )
         await runner[0].setup()
         await web.TCPSite(runner[0], "127.0.0.1", 0).start()

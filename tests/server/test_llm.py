@@ -59,7 +59,18 @@ def test_wrong_use_is_a_named_error(llm: LLM, tiny_chat_engine: Path, tmp_path: 
     for prompt in ("", [], [[]], [-1], [307], [1.5]):
         with pytest.raises(RequestError):
             llm.generate([prompt] if prompt == [] else prompt, GREEDY)  # type: ignore[arg-type, list-item]
-    for messages in ([], ["hi"], {"role": "user", "content": "hi"}, [{"content": "hi"}], [{"role": "user"}]):
+    for prompt in (None, 5, {"a": 1}, b"a", [None], ["a", None], ["a", 5], [{"a": 1}]):
+        with pytest.raises(RequestError):
+            llm.generate(prompt, GREEDY)  # type: ignore[arg-type]
+    for messages in (
+        None,
+        5,
+        [],
+        ["hi"],
+        {"role": "user", "content": "hi"},
+        [{"content": "hi"}],
+        [{"role": "user"}],
+    ):
         with pytest.raises(RequestError):
             llm.chat(messages)  # type: ignore[arg-type]
     with pytest.raises(RequestError):

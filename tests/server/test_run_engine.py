@@ -142,7 +142,7 @@ WRONG: list[tuple[list[str], str]] = [
     ),
     (
         ["--prompt-ids", "1,2,3,4", "--max-seq-len", "4"],
-        "load the engine with a higher --max-seq-len or --kv-memory",
+        "tokens or load the engine with a higher --max-seq-len\n",
     ),
     (["--prompt-ids", "1," * 1100 + "1"], "1101"),
     (["--prompt-ids", "1", "--max-tokens", "5000"], "--max-tokens is 5000"),
@@ -173,6 +173,13 @@ WRONG: list[tuple[list[str], str]] = [
     (["--max-seqs", "100000"], "--max-seqs is 100000"),
     (["--prompt-ids", "1", "--max-seq-len", "100000"], "--max-seq-len is 100000"),
     (["--prompt", "a\udcff"], "Unicode"),
+    (["--prompt-ids", "1", "--max-tokens", "9" * 20], "at most 18 digits"),
+    (["--prompt-ids", "1," + "9" * 20], "out of range"),
+    (["--port", "x"], "not a whole number"),
+    (["--prompt-ids", "1", "--seed", "x"], "not a whole number"),
+    (["--prompt-ids", "1", "--top-p", "x"], "not a number"),
+    (["--host", ""], "empty"),
+    (["--served-model-name", ""], "empty"),
 ]
 
 
