@@ -125,7 +125,6 @@ BUILD_MISTAKES: dict[str, tuple[tuple[str, ...], int, str]] = {
     "no output": (("{model}",), 2, "-o"),
     "unknown flag": (("{model}", "-o", "{out}/x.engine", "--frobnicate"), 2, "--frobnicate"),
     "unknown target": (("{model}", "-o", "{out}/x.engine", "--target", "cpu:i386"), 2, "i386"),
-    "cuda target": (("{model}", "-o", "{out}/x.engine", "--target", "sm_90"), 2, "sm_90"),
     "int8 of dense weights": (("{model}", "-o", "{out}/x.engine", "--compute", "int8"), 2, "int8"),
     "int4": (("{model}", "-o", "{out}/x.engine", "--quantize", "int4"), 2, "int4"),
     "longer than the model": (("{model}", "-o", "{out}/x.engine", "--max-seq-len", "1000000"), 2, "1000000"),
