@@ -28,7 +28,7 @@ test-all: lint $(MODEL)
 lint: $(VENV)/.dev-extra
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/clang-format --dry-run --Werror $$(git ls-files '*.cpp' '*.h')
+	$(BIN)/clang-format --dry-run --Werror $$(git ls-files '*.cpp' '*.h' '*.cu' '*.cuh')
 	@mkdir -p build/types/castiron # mypy doesn't see the editable install's folder map: show it the package as links
 	@ln -sfn $(CURDIR)/castiron/__init__.py build/types/castiron/__init__.py
 	@ln -sfn $(CURDIR)/castiron/py.typed build/types/castiron/py.typed
@@ -38,7 +38,7 @@ lint: $(VENV)/.dev-extra
 format: $(VENV)/.dev-extra
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
-	$(BIN)/clang-format -i $$(git ls-files '*.cpp' '*.h')
+	$(BIN)/clang-format -i $$(git ls-files '*.cpp' '*.h' '*.cu' '*.cuh')
 
 wheel: $(VENV)/.dev-extra
 	rm -rf build/lib build/bdist.* dist

@@ -54,8 +54,8 @@ struct AddParams {  // y = a + b: residual additions that no norm follows
     int64_t a_stride, b_stride, y_stride;
     int32_t count, dim;
 };
-struct LinearParams {  // y = x . weight^T (+ bias)
-    const bf16 *x;     // [rows, k]
+struct LinearParams {    // y = x . weight^T (+ bias)
+    const bf16 *x;       // [rows, k]
     const void *weight;  // packed [n, k]
     const float *bias;   // [n] or null
     void *y;             // [rows, n], bf16 or f32 (the kernel's name says)
@@ -63,7 +63,8 @@ struct LinearParams {  // y = x . weight^T (+ bias)
     int64_t x_stride, y_stride;
     int32_t count, n, k, pad;
 };
-struct LinearTmaParams {  // the same, x through a tensor map: dims {k, capacity}, box {64, rows of a tile}, 128B swizzle
+struct LinearTmaParams {  // the same, x through a tensor map: dims {k, capacity}, box {64, rows of a tile},
+                          // 128B swizzle
     TensorMap x;
     const void *weight;
     const float *bias;
@@ -81,19 +82,20 @@ struct RopeCosSinParams {  // cos, sin f32 [tokens, half] = scaling * cos(positi
     float scaling;
     int32_t pad;
 };
-struct RopeKvWriteParams {  // rotate q and k (split-half on the first 2 * half dims), write k and v to the cache
-    const bf16 *q, *k, *v;    // [tokens, heads, head_dim], [tokens, kv_heads, head_dim] twice
-    const float *cos, *sin;   // [tokens, half]
-    bf16 *q_out;              // [tokens, heads, head_dim]
-    bf16 *cache;              // [num_blocks, 2, kv_heads, block_size, head_dim]
+struct RopeKvWriteParams {   // rotate q and k (split-half on the first 2 * half dims), write k and v to the
+                             // cache
+    const bf16 *q, *k, *v;   // [tokens, heads, head_dim], [tokens, kv_heads, head_dim] twice
+    const float *cos, *sin;  // [tokens, half]
+    bf16 *q_out;             // [tokens, heads, head_dim]
+    bf16 *cache;             // [num_blocks, 2, kv_heads, block_size, head_dim]
     const int64_t *slot_mapping;  // [tokens]; block * block_size + offset, -1 = skip
     const int32_t *header;
     int64_t q_stride, k_stride, v_stride, q_out_stride;  // between tokens; heads are dense
     int32_t count, num_heads, kv_heads, head_dim, half, block_size;
 };
-struct PagedAttentionParams {  // causal
-    const bf16 *q;             // [tokens, heads, head_dim]
-    const bf16 *cache;         // [num_blocks, 2, kv_heads, block_size, head_dim]
+struct PagedAttentionParams {     // causal
+    const bf16 *q;                // [tokens, heads, head_dim]
+    const bf16 *cache;            // [num_blocks, 2, kv_heads, block_size, head_dim]
     const int32_t *block_tables;  // [seqs, table_width], -1 = unused
     const int32_t *seq_lens;      // [seqs], this step's tokens included
     const int32_t *query_starts;  // [seqs + 1]
