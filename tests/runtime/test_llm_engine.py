@@ -172,8 +172,7 @@ def test_logprobs_are_of_the_raw_distribution_and_as_many_as_asked(num_logprobs:
         (
             {"prompt": prompt(129)},
             "prompt",
-            "129 tokens, a sequence may have 128 with at least 1 new one: shorten the prompt to 127 tokens or load "
-            "the engine with a higher `max_seq_len` or `kv_memory_bytes`",
+            "129 tokens, a sequence may have 128 with at least 1 new one: shorten the prompt to 127 tokens",
         ),
         ({"prompt": prompt(128)}, "prompt", "128 tokens"),
         (

@@ -94,11 +94,11 @@ def test_what_ends_the_child_is_one_line_of_the_parent(
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="forks on Linux only")
-def test_a_prompt_that_can_not_be_encoded_is_refused_through_the_child(tiny_chat_engine: Path) -> None:
+def test_a_prompt_that_is_no_text_is_refused_before_a_child_is_made(tiny_chat_engine: Path) -> None:
     code, out, lines, children = run_changed(
         "", tiny_chat_engine, "--prompt", b"a\xff".decode(errors="surrogateescape")
     )
-    assert (code, out, len(lines), len(children)) == (2, "", 1, 1) and "Unicode" in lines[0]
+    assert (code, out, len(lines), len(children)) == (2, "", 1, 0), lines
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="forks on Linux only")
