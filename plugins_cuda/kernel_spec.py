@@ -43,6 +43,3 @@ class CudaKernelSpec(KernelSpec):
     )  # parameter of type t -> (columns, rows)
     why_not: Callable[[Sizes], str] = _any  # "" = supports these sizes, else the reason
     cost: Callable[[Sizes], float] = lambda _: 1.0
-    max_blocks_per_sm: int = (
-        0  # 0 = the grid needn't be resident at once; else what __launch_bounds__ promises
-    )

@@ -40,7 +40,7 @@ def check_plan(header: PlanHeader, arrays: PlanArrays, manifest: Manifest, label
     _check_caches(header, manifest, label)
     for plan in header.plans:
         _check_plan_entry(plan, header, manifest, label)
-    _check_records(header, arrays, manifest, label)
+    _check_records(header, arrays, label)
     _check_dependencies(header, arrays, label)
     _check_relocations(header, arrays, manifest, label)
     if manifest.target.kind == "cpu" and manifest.target.kernel_abi_hash == kernel_library.abi_hash():
@@ -123,7 +123,7 @@ def _check_plan_entry(plan: Plan, header: PlanHeader, manifest: Manifest, label:
         check_range("staging_bytes", header.staging_bytes, needed, MAX_CLASS_BYTES, label)
 
 
-def _check_records(header: PlanHeader, arrays: PlanArrays, manifest: Manifest, label: str) -> None:
+def _check_records(header: PlanHeader, arrays: PlanArrays, label: str) -> None:
     records = arrays.records
     if not any(plan.kind == "forward" for plan in header.plans):
         refuse(label, "it has no forward plan")
@@ -138,9 +138,8 @@ def _check_records(header: PlanHeader, arrays: PlanArrays, manifest: Manifest, l
     if end != len(records):
         refuse(label, f"{len(records) - end} records belong to no plan")
     kinds = records["kind"]
-    if manifest.target.kind == "cpu":
-        _refuse_where(kinds != RecordKind.KERNEL, "record {} isn't a kernel, all the CPU target runs", label)
     _refuse_where(kinds > max(RecordKind), "record {} is of an unknown kind", label)
+    _refuse_where(kinds != RecordKind.KERNEL, "record {} isn't a kernel, all this runtime launches", label)
     is_kernel = kinds == RecordKind.KERNEL
     _refuse_where(is_kernel & (records["kernel"] >= len(header.kernels)), "record {} names no kernel", label)
     kernel_params = np.array([kernel.params_bytes for kernel in header.kernels] + [0], np.int64)
@@ -193,6 +192,7 @@ def _check_relocations(header: PlanHeader, arrays: PlanArrays, manifest: Manifes
         _refuse_where(
             kinds != RelocationKind.ADDRESS, "relocation {} is of a kind the CPU doesn't have", label
         )
+    _refuse_where(kinds == RelocationKind.SCRATCH, "relocation {} is of scratch, which no kernel has", label)
     width = np.where(kinds == RelocationKind.TENSOR_MAP, 128, 8)
     param_offsets = relocations["param_offset"].astype(np.int64)
     params_bytes = arrays.records["params_bytes"].astype(np.int64)[owner]
