@@ -12,6 +12,7 @@ from collections import deque
 import numpy as np
 
 from castiron.runtime.devices.cuda_driver import check, driver, initialize
+from castiron.runtime.devices.cuda_dummy import make_up_weights
 from castiron.runtime.devices.cuda_memory import GpuMemory, PinnedMemory, aligned
 from castiron.runtime.devices.cuda_plan import LinkedPlans
 from castiron.runtime.devices.cuda_target import check_gpu, check_gpu_memory, gpu_properties, memory_table
@@ -115,7 +116,8 @@ class CudaDevice:
             allocated = time.perf_counter()
             weights = self._memory[MemoryClass.WEIGHTS]
             num_loaders = min(_MAX_LOADERS, os.cpu_count() or 1)
-            upload_weights(engine_file, weights.address, weights.num_bytes, self._context.handle, num_loaders)
+            upload_weights(engine_file, weights.address, self._context.handle, num_loaders)
+            make_up_weights(engine_file, weights.address, weights.num_bytes)
             loaded = time.perf_counter()
             bases = {memory_class: memory.address for memory_class, memory in self._memory.items()}
             self._plans = LinkedPlans(engine_file, self.header, self.plan_arrays, bases, self._cache_bases)
@@ -228,6 +230,7 @@ class CudaDevice:
             (MemoryClass.STAGING, header.staging_bytes, "staging", 0),
         ):
             self._memory[memory_class] = GpuMemory(num_bytes, what, fill)
+        check(driver.cuCtxSynchronize(), "clearing memory")  # other streams don't wait for the default one
         starts = np.concatenate([[0], np.cumsum(cache_bytes, dtype=np.int64)])[: len(cache_bytes)]
         self._cache_bases = [self._memory[MemoryClass.CACHE].address + int(start) for start in starts]
         self._step_slots = PinnedMemory(STEP_SLOTS * self._step_bytes)
