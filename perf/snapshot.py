@@ -34,7 +34,7 @@ class MeasuredEngine(msgspec.Struct, frozen=True):
 
 
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """metrics: decode_tpot_ms, ttft_ms, throughput_tok_s, prefill_tok_s, startup_s, memory_bytes; each maps a
+    """metrics: decode_tpot_ms, ttft_ms, throughput_tok_s, prefill_tok_s, gpu_busy, startup_s, memory_bytes; each maps a
     case ("b8" = batch 8, "p128" = prompt of 128 tokens) to {"p50", "p99"}."""
 
     machine: Machine
