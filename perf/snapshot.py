@@ -64,7 +64,7 @@ def take_snapshot(manifest: Manifest, argv: Sequence[str], metrics: Mapping[str,
     )
 
 
-def write_snapshot(path: str | os.PathLike[str], snapshot: Snapshot) -> None:
+def write_snapshot(path: str | os.PathLike[str], snapshot: msgspec.Struct) -> None:
     """Write it as JSON, whole or not at all. Raises WorkFailedError if that fails."""
     target = Path(path)
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")

@@ -136,6 +136,17 @@ def test_many_stages_and_row_blocks_match_the_reference(name: str) -> None:
             case.check(spec, case.run(spec))
 
 
+@pytest.mark.sanitize
+@pytest.mark.parametrize("name", STRUCTURES)
+def test_the_smallest_launches_match_the_reference(name: str) -> None:
+    tokens = int(name.rsplit(".", 1)[1])
+    for split in ("", ".s4"):
+        spec = BY_NAME[name + split]
+        k = next(k for k in range(256, 8192, 256) if not spec.why_not({"rows": tokens, "n": 65, "k": k}))
+        case = Case.random(spec.scheme, tokens - 1, tokens, 65, k)
+        case.check(spec, case.run(spec))
+
+
 @pytest.mark.parametrize("name", [name for name in STRUCTURES if ".bf16." in name])
 def test_small_integers_are_exact(name: str) -> None:
     """Sums of products of -3..3 are exact in f32: any element taken from a wrong place shows."""

@@ -175,6 +175,15 @@ STRUCTURES = (
 )  # fmt: skip
 
 
+@pytest.mark.sanitize
+@pytest.mark.parametrize("name", STRUCTURES)
+def test_the_smallest_launches_match_the_reference(name: str) -> None:
+    spec = BY_NAME[name]
+    k = next(k for k in range(256, 8192, 256) if not spec.why_not({"n": 72, "k": k}))
+    case = Case.random(spec.scheme, 70, 80, 72, k)
+    case.check(case.run(spec), WEIGHT_ROUNDING)
+
+
 @pytest.mark.parametrize("name", STRUCTURES)
 def test_inputs_written_late_are_waited_for_and_runs_repeat_bit_for_bit(name: str) -> None:
     spec = BY_NAME[name]
