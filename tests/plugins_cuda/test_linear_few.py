@@ -30,8 +30,10 @@ BF16_ROUNDING = 2.0**-8
 
 
 @pytest.fixture(scope="module", autouse=True)
-def compiled() -> None:
+def compiled(request: pytest.FixtureRequest) -> None:
     """All cubins at once: one after another they'd take minutes."""
+    if "sanitize" in request.config.getoption("markexpr"):
+        return  # a few launches: each compiles its own
     used = {
         (s.source, s.defines) for s in BY_NAME.values() if s.operands["out0"] == "f32" or s.name in STRUCTURES
     }
