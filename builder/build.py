@@ -127,9 +127,9 @@ def build_engine(options: BuildOptions, quiet: bool = False) -> BuildResult:
             report = _report(options, target, opened, built, "none: dry run")
             return _dry_run(target, opened, built, report, phases)
         if kernels is None:
-            planned = built.planned
+            planned, is_dummy = built.planned, options.weights == "dummy"
             kernels = stack.enter_context(
-                Background(lambda keep_going: compile_for_cuda(target, planned, keep_going))
+                Background(lambda keep_going: compile_for_cuda(target, planned, keep_going, is_dummy))
             )
         if golden is None:  # made-up weights are those of the merged parameters
             parameters = list(built.forward.parameters.values())

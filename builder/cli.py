@@ -15,7 +15,7 @@ from castiron.builder.options import (
     BuildOptions,
 )
 from castiron.builder.recipe import read_recipe
-from castiron.runtime.command_line import OneLineParser, run_command
+from castiron.runtime.command_line import OneLineParser, number, positive_int, run_command
 from castiron.runtime.errors import InputError
 from castiron.runtime.output_file import output_file
 
@@ -76,9 +76,9 @@ def _parser() -> argparse.ArgumentParser:
         metavar="|".join(COMPUTE_MODES),
         help="auto (default): f32 for f32 checkpoints, int8 for kept quantized weights, else bf16",
     )
-    add("--max-seqs", type=int, metavar="N", help="sequences running at once")
-    add("--max-seq-len", type=int, metavar="N", help="tokens a sequence may reach, prompt included")
-    add("--max-batched-tokens", type=int, metavar="N", help="tokens of one step")
+    add("--max-seqs", type=positive_int, metavar="N", help="sequences running at once")
+    add("--max-seq-len", type=positive_int, metavar="N", help="tokens a sequence may reach, prompt included")
+    add("--max-batched-tokens", type=positive_int, metavar="N", help="tokens of one step")
     add(
         "--weights",
         metavar="|".join(WEIGHTS_MODES),
@@ -99,7 +99,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--dump-passes", type=Path, metavar="DIR", help="write the graph after every pass as .onnx")
     add(
         "--max-build-seconds",
-        type=float,
+        type=number,
         metavar="S",
         help="give up between phases once S seconds have passed",
     )

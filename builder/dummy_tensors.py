@@ -1,7 +1,9 @@
 """What made-up weights of each scheme look like: finite codes, standard deviation 1 / sqrt(fan-in)."""
 
+import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from types import ModuleType
 
 import numpy as np
 
@@ -9,16 +11,25 @@ from castiron.builder.checkpoint.dequantize import dequantize
 from castiron.builder.parameters import Parameter
 from castiron.builder.plan.layouts import layout_of
 from castiron.builder.plan.weights import WeightsLayout
-from castiron.models.schemes import SCHEMES
-from castiron.runtime.dummy_weights import DummyTensor, dummy_chunks
+from castiron.models.schemes import SCHEMES, Scheme
+from castiron.runtime.dummy_weights import (
+    BF16,
+    BITS,
+    BLOCK_BYTES,
+    F16,
+    F16_MULTIPLE,
+    DummyField,
+    DummyTensor,
+    dummy_chunks,
+)
 
 _NORM_SPREAD = 0.3  # norm weights are 1 +- this: a dropped one shows
 _BIAS_SPREAD = 0.1
 _SCALE_SPREAD = 0.25  # of a block's scale, relative
 
 
-def dummy_tensor(parameter: Parameter, weights_offset: int) -> DummyTensor:
-    """How to make up a parameter that isn't a constant, in its layout."""
+def made_up(parameter: Parameter, weights_offset: int) -> tuple[DummyTensor, ...]:
+    """How to make up a parameter that isn't a constant, in its layout: what lies at `weights_offset`, in order."""
     assert parameter.constant is None
     scheme = SCHEMES[parameter.scheme]
     layout = layout_of(parameter)
@@ -26,40 +37,58 @@ def dummy_tensor(parameter: Parameter, weights_offset: int) -> DummyTensor:
         is_bias = parameter.name.endswith(".bias")
         num_bytes = layout.row_bytes(parameter.scheme, parameter.shape[0])
         mean, spread = (0.0, _BIAS_SPREAD) if is_bias else (1.0, _NORM_SPREAD)
-        return DummyTensor(parameter.name, weights_offset, num_bytes, scheme.name, mean, spread)
-    n, k = parameter.shape
-    num_bytes = layout.packed_bytes(scheme.name, n, k)
-    deviation = 1 / math.sqrt(k)
-    if not scheme.is_quantized:
-        return DummyTensor(
-            parameter.name, weights_offset, num_bytes, scheme.name, 0.0, deviation * math.sqrt(3)
-        )
+        fields: tuple[DummyField, ...] = (DummyField(BLOCK_BYTES, scheme.name, mean=mean, amplitude=spread),)
+    else:
+        n, k = parameter.shape
+        num_bytes = layout.packed_bytes(scheme.name, n, k)
+        deviation = 1 / math.sqrt(k)
+        if scheme.is_quantized:
+            fields = _block_fields(scheme, layout, deviation)
+        else:
+            fields = (DummyField(BLOCK_BYTES, scheme.name, amplitude=deviation * math.sqrt(3)),)
+    return (DummyTensor(parameter.name, weights_offset, num_bytes, fields),)
+
+
+def _block_fields(scheme: Scheme, layout: ModuleType, deviation: float) -> tuple[DummyField, ...]:
+    """A unit of a layout of blocks: scales, then minimums or zero points where the scheme has them, then codes."""
     code_deviation, minimum_factor = _code_statistics(scheme.name)
-    scale = deviation / code_deviation
-    return DummyTensor(
-        name=parameter.name,
-        weights_offset=weights_offset,
-        num_bytes=num_bytes,
-        element="codes",
-        mean=scale,
-        amplitude=scale * _SCALE_SPREAD,
-        unit_bytes=layout.unit_bytes(scheme.name),
-        minimum_factor=minimum_factor,
-        scales_per_unit=layout.scales_per_unit(scheme.name),
-        scale_element="bf16" if scheme.scale_dtype == "bf16" else "f16",
-        has_zero_points=scheme.has_zero_points,
-    )
+    mean = deviation / code_deviation
+    num_scales = layout.scales_per_unit(scheme.name)
+    scale_bytes = 2 * num_scales
+    kind = BF16 if scheme.scale_dtype == "bf16" else F16
+    fields = [DummyField(scale_bytes, kind, mean=mean, amplitude=mean * _SCALE_SPREAD)]
+    if minimum_factor:
+        fields.append(
+            DummyField(
+                scale_bytes,
+                F16_MULTIPLE,
+                mean=mean,
+                amplitude=mean * _SCALE_SPREAD,
+                factor=minimum_factor,
+                distance=scale_bytes,
+            )
+        )
+    if scheme.has_zero_points:
+        fields.append(DummyField(num_scales, BITS, mask=15))
+    code_bytes = layout.unit_bytes(scheme.name) - sum(field.num_bytes for field in fields)
+    return (*fields, DummyField(code_bytes, BITS))
 
 
 def dummy_tensors(parameters: Iterable[Parameter], layout: WeightsLayout) -> list[DummyTensor]:
     """How to make up all parameters that aren't constants, at their places."""
-    return [dummy_tensor(p, layout.places[p.name][0]) for p in parameters if p.constant is None]
+    made = [made_up(p, layout.places[p.name][0]) for p in parameters if p.constant is None]
+    return list(itertools.chain.from_iterable(made))
+
+
+def made_up_chunks(parameter: Parameter) -> Iterator[np.ndarray]:
+    """The parameter's made-up bytes in order, uint8, a few MiB at a time."""
+    for tensor in made_up(parameter, 0):
+        yield from dummy_chunks(tensor)
 
 
 def dummy_values(parameter: Parameter) -> np.ndarray:
     """The float32 values, of the parameter's shape, that its made-up bytes stand for."""
-    tensor = dummy_tensor(parameter, 0)
-    packed = np.concatenate(list(dummy_chunks(tensor)))
+    packed = np.concatenate(list(made_up_chunks(parameter)))
     if len(parameter.shape) == 1:
         return dequantize(parameter.scheme, packed.reshape(1, -1), parameter.shape[0]).reshape(-1)
     n, k = parameter.shape

@@ -11,6 +11,7 @@ from castiron.builder.targets import Target
 from castiron.plugins_cpu.compile import build_library
 from castiron.plugins_cuda.compile import compile_cubin
 from castiron.plugins_cuda.kernel_spec import CudaKernelSpec
+from castiron.runtime.dummy_weights import KERNEL_MEMBER as FILL_DUMMY_MEMBER
 
 
 @dataclass(frozen=True)
@@ -26,18 +27,25 @@ def compile_for_cpu(target: Target) -> KernelFiles:
     return KernelFiles(build_library(target.level).name)
 
 
-def compile_for_cuda(target: Target, planned: PlannedEngine, keep_going: Callable[[], None]) -> KernelFiles:
+def compile_for_cuda(
+    target: Target, planned: PlannedEngine, keep_going: Callable[[], None], with_fill_dummy: bool = False
+) -> KernelFiles:
     """Compile the cubins of all kernels the plans launch, as many at once as there are processors.
 
-    `keep_going` may raise to stop. Raises WorkFailedError if there is no compiler or it fails.
+    `with_fill_dummy`: also the one that makes up weights at load. `keep_going` may raise to stop. Raises
+    WorkFailedError if there is no compiler or it fails.
     """
 
-    def compile_one(spec: CudaKernelSpec) -> bytes:
-        keep_going()
-        return compile_cubin(spec.source, spec.defines, target.level)
-
     specs = [spec for spec in planned.kernel_specs.values() if isinstance(spec, CudaKernelSpec)]
+    sources = {cubin_member(spec): (spec.source, spec.defines) for spec in specs}
+    if with_fill_dummy:
+        sources[FILL_DUMMY_MEMBER] = ("fill_dummy.cu", ())
+
+    def compile_one(source: tuple[str, tuple[tuple[str, str], ...]]) -> bytes:
+        keep_going()
+        return compile_cubin(*source, target.level)
+
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-        cubins = list(pool.map(compile_one, specs))
-    members = {cubin_member(spec): cubin for spec, cubin in zip(specs, cubins, strict=True)}
+        cubins = list(pool.map(compile_one, sources.values()))
+    members = dict(zip(sources, cubins, strict=True))
     return KernelFiles(f"{len(members)} kernels, {sum(map(len, cubins)) >> 10} KiB", members)

@@ -6,12 +6,11 @@ import numpy as np
 
 from castiron.builder.checkpoint import Checkpoint
 from castiron.builder.checkpoint.parameter_data import read_parameter_rows
-from castiron.builder.dummy_tensors import dummy_tensor
+from castiron.builder.dummy_tensors import made_up_chunks
 from castiron.builder.parameters import Parameter
 from castiron.builder.plan.layouts import layout_of
 from castiron.builder.plan.weights import WeightsLayout, parameter_bytes
 from castiron.builder.safetensors_writer import encode_header
-from castiron.runtime.dummy_weights import dummy_chunks
 from castiron.runtime.engine_file_writer import EngineFileWriter
 from castiron.runtime.errors import WorkFailedError
 from castiron.runtime.manifest import WeightsFile
@@ -47,7 +46,7 @@ def random_chunks(parameter: Parameter) -> Iterator[np.ndarray]:
     if parameter.constant is not None:
         yield constant_bytes(parameter)
     else:
-        yield from dummy_chunks(dummy_tensor(parameter, 0))
+        yield from made_up_chunks(parameter)
 
 
 def constant_bytes(parameter: Parameter) -> np.ndarray:

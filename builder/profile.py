@@ -3,14 +3,22 @@
 from castiron.builder.options import BuildOptions
 from castiron.builder.targets import Target
 from castiron.models.config import ModelConfig
-from castiron.runtime.errors import InputError
+from castiron.runtime.errors import CheckpointError, InputError
 from castiron.runtime.manifest import Profile
 from castiron.runtime.manifest_check import MAX_SEQS, MAX_TOKENS
 
 
 def resolve_profile(options: BuildOptions, target: Target, config: ModelConfig) -> Profile:
-    """The profile of a build. Raises InputError for limits that contradict each other or the model."""
+    """The profile of a build.
+
+    Raises InputError for limits that contradict each other or the model, CheckpointError for a model whose
+    context holds no answer.
+    """
     context = config.max_position_embeddings
+    if context < 2:
+        raise CheckpointError(
+            f"the model was made for {context} token, expected at least 2: a prompt token and a new one"
+        )
     max_seq_len = options.max_seq_len or min(context, target.max_seq_len)
     if max_seq_len > context:
         raise InputError(

@@ -6,6 +6,7 @@
 #   perf/gpu.sh COMMAND…        run a command with castiron importable, for example
 #   perf/gpu.sh tests [ARGS]    pytest -m gpu
 #   perf/gpu.sh bench ENGINE…   bench-engine offline on each engine
+#   perf/gpu.sh sanitize [ARGS] compute-sanitizer over the kernels' small tests (perf/sanitize.py)
 set -euo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
 python=${PYTHON:-python3}
@@ -32,6 +33,10 @@ bench)
     for engine in "$@"; do
         "$python" -m castiron.perf.cli offline "$engine" --batch 1,8,32,64 --prompt-len 128 --output-len 128
     done
+    ;;
+sanitize)
+    shift
+    exec "$python" -m castiron.perf.sanitize "$@"
     ;;
 *) exec "$@" ;;
 esac

@@ -7,10 +7,13 @@ from typing import Any
 import numpy as np
 
 from castiron.perf.timing import summarize, summarize_rates
+from castiron.runtime.devices.base import TimesGraphs
 from castiron.runtime.errors import InputError
 from castiron.runtime.llm_engine import LLMEngine
 from castiron.runtime.messages import AddRequest
 from castiron.runtime.sampling_params import SamplingParams
+
+_TIMED_REPEATS = 3  # of the runs that measure gpu_busy
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,8 @@ def measure_offline(engine: LLMEngine, case: OfflineCase) -> dict[str, Any]:
     throughput_tok_s    decoded tokens/s of the whole batch
     prefill_tok_s       prompt tokens/s of the whole batch, first tokens included
     ttft_ms             time until the whole batch has its first token
+    gpu_busy            share of decode's wall time in which the GPU worked on a step's graphs, by events, in
+                        runs of their own; on a GPU only
     Raises InputError as check_case.
     """
     check_case(engine, case)
@@ -77,7 +82,25 @@ def measure_offline(engine: LLMEngine, case: OfflineCase) -> dict[str, Any]:
         metrics["ttft_ms"][f"p{case.prompt_len}" if batch == 1 else f"p{case.prompt_len}.{name}"] = summarize(
             [s * 1e3 for s in first_s]
         )
+        if isinstance(engine.device, TimesGraphs):
+            shares = [
+                _busy_share(engine, engine.device, random, batch, case)
+                for _ in range(min(case.repeats, _TIMED_REPEATS))
+            ]
+            metrics.setdefault("gpu_busy", {})[name] = summarize_rates(shares)
     return metrics
+
+
+def _busy_share(
+    engine: LLMEngine, device: TimesGraphs, random: np.random.Generator, batch: int, case: OfflineCase
+) -> float:
+    """Device time over wall time of decode: of the tokens after the first, as decode_tpot_ms."""
+    wall_s, busy_s = [], []
+    for num_tokens in (1, case.output_len + 1):
+        device.start_timing()
+        wall_s.append(_generate(engine, random, batch, case.prompt_len, num_tokens))
+        busy_s.append(device.stop_timing())
+    return (busy_s[1] - busy_s[0]) / max(wall_s[1] - wall_s[0], 1e-9)
 
 
 def _generate(
@@ -98,9 +121,13 @@ def _generate(
 
 def offline_table(metrics: dict[str, Any]) -> str:
     """The metrics for people: a line a batch size, medians and in brackets p99."""
-    lines = [f"{'batch':>5}  {'decode ms/token':>20}  {'decode tokens/s':>20}  {'prefill tokens/s':>20}"]
+    busy = metrics.get("gpu_busy", {})
+    head = f"{'batch':>5}  {'decode ms/token':>20}  {'decode tokens/s':>20}  {'prefill tokens/s':>20}"
+    lines = [head + (f"  {'GPU busy':>18}" if busy else "")]
     for name, tpot in metrics["decode_tpot_ms"].items():
         cells = [tpot, metrics["throughput_tok_s"][name], metrics["prefill_tok_s"][name]]
-        columns = "  ".join(f"{cell['p50']:>9.2f} ({cell['p99']:>8.2f})" for cell in cells)
-        lines.append(f"{name.removeprefix('b'):>5}  {columns}")
+        columns = [f"{cell['p50']:>9.2f} ({cell['p99']:>8.2f})" for cell in cells]
+        if busy:
+            columns.append(f"{busy[name]['p50']:>8.1%} ({busy[name]['p99']:>7.1%})")
+        lines.append("  ".join([f"{name.removeprefix('b'):>5}", *columns]))
     return "\n".join(lines)

@@ -12,7 +12,13 @@ from collections import defaultdict
 
 import numpy as np
 
-from castiron.runtime.command_line import OneLineParser, run_command
+from castiron.runtime.command_line import (
+    OneLineParser,
+    engine_path,
+    positive_int,
+    positive_int_list,
+    run_command,
+)
 from castiron.runtime.devices.cuda import CudaDevice
 from castiron.runtime.engine_options import EngineOptions
 from castiron.runtime.errors import InputError
@@ -81,19 +87,26 @@ def _profile_plan(device: CudaDevice, index: int) -> list[str]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = OneLineParser(prog="profile_cuda", description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("engine", metavar="ENGINE")
-    parser.add_argument("--batch", default="1,64", metavar="N,…", help="sequences of a decode step")
-    parser.add_argument("--context", type=int, default=192, metavar="N", help="tokens a sequence has")
-    parser.add_argument("--prefill", default="", metavar="N,…", help="tokens of a prompt, one sequence")
+    add = parser.add_argument
+    add("engine", type=engine_path, metavar="ENGINE")
+    add("--batch", type=positive_int_list, default=(1, 64), metavar="N,…", help="sequences of a decode step")
+    add("--context", type=positive_int, default=192, metavar="N", help="tokens a sequence has")
+    add(
+        "--prefill",
+        type=positive_int_list,
+        default=(),
+        metavar="N,…",
+        help="tokens of a prompt, one sequence",
+    )
     return parser
 
 
 def _run(args: argparse.Namespace) -> int:
     with LLMEngine.load(args.engine, EngineOptions()) as engine:
-        for batch in filter(None, args.batch.split(",")):
-            print("\n".join(profile_step(engine, int(batch), args.context, 1)))
-        for tokens in filter(None, args.prefill.split(",")):
-            print("\n".join(profile_step(engine, 1, int(tokens), int(tokens))))
+        for batch in args.batch:
+            print("\n".join(profile_step(engine, batch, args.context, 1)))
+        for tokens in args.prefill:
+            print("\n".join(profile_step(engine, 1, tokens, tokens)))
     return 0
 
 

@@ -34,7 +34,7 @@ class MeasuredEngine(msgspec.Struct, frozen=True):
 
 
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """metrics: decode_tpot_ms, ttft_ms, throughput_tok_s, prefill_tok_s, startup_s, memory_bytes; each maps a
+    """metrics: decode_tpot_ms, ttft_ms, throughput_tok_s, prefill_tok_s, gpu_busy, startup_s, memory_bytes; each maps a
     case ("b8" = batch 8, "p128" = prompt of 128 tokens) to {"p50", "p99"}."""
 
     machine: Machine
@@ -64,7 +64,7 @@ def take_snapshot(manifest: Manifest, argv: Sequence[str], metrics: Mapping[str,
     )
 
 
-def write_snapshot(path: str | os.PathLike[str], snapshot: Snapshot) -> None:
+def write_snapshot(path: str | os.PathLike[str], snapshot: msgspec.Struct) -> None:
     """Write it as JSON, whole or not at all. Raises WorkFailedError if that fails."""
     target = Path(path)
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from castiron.runtime.dummy_weights import MEMBER as DUMMY_MEMBER
-from castiron.runtime.dummy_weights import DummyTensor, decode_dummy_tensors, dummy_units, unit_bytes
+from castiron.runtime.dummy_weights import DummyTensor, decode_dummy_tensors, dummy_units
 from castiron.runtime.engine_file import EngineFile
 from castiron.runtime.errors import EngineFormatError
 
@@ -28,11 +28,25 @@ def weight_chunks(engine_file: EngineFile, weights_bytes: int) -> list[WeightChu
 
     Raises EngineFormatError for a damaged file, as `fill` does. The file must stay open while chunks are filled.
     """
-    chunks = list(_read_chunks(engine_file))
-    if engine_file.manifest.weights_source == "dummy":  # the file holds computed tables only
-        for tensor in _dummy_tensors(engine_file, weights_bytes):
-            chunks += _made_up_chunks(tensor)
+    chunks = stored_chunks(engine_file)
+    for tensor in dummy_tensors(engine_file, weights_bytes):
+        chunks += _made_up_chunks(tensor)
     return chunks
+
+
+def dummy_tensors(engine_file: EngineFile, weights_bytes: int) -> tuple[DummyTensor, ...]:
+    """What is to be made up beside the stored weights: nothing, unless the engine was built with dummy weights.
+
+    Raises EngineFormatError for a damaged list.
+    """
+    if engine_file.manifest.weights_source != "dummy":
+        return ()
+    try:
+        return decode_dummy_tensors(engine_file.member(DUMMY_MEMBER), weights_bytes)
+    except (ValueError, RecursionError) as error:
+        raise EngineFormatError(
+            f"{engine_file.path}: {DUMMY_MEMBER} is damaged: {error}: rebuild the engine"
+        ) from error
 
 
 def load_weights(engine_file: EngineFile, target: np.ndarray, num_threads: int) -> None:
@@ -46,7 +60,9 @@ def load_weights(engine_file: EngineFile, target: np.ndarray, num_threads: int) 
             pass
 
 
-def _read_chunks(engine_file: EngineFile) -> Iterator[WeightChunk]:
+def stored_chunks(engine_file: EngineFile) -> list[WeightChunk]:
+    """The chunks the file holds: of an engine with dummy weights, computed tables only."""
+    chunks = []
     for part in engine_file.manifest.weights:
         start = engine_file.member_range(part.member)[0] + part.data_offset
         for done in range(0, part.data_bytes, CHUNK_BYTES):
@@ -55,24 +71,19 @@ def _read_chunks(engine_file: EngineFile) -> Iterator[WeightChunk]:
             def fill(target: np.ndarray, file_offset: int = start + done) -> None:
                 engine_file.read_into(file_offset, target.data)
 
-            yield WeightChunk(part.weights_offset + done, size, fill)
+            chunks.append(WeightChunk(part.weights_offset + done, size, fill))
+    return chunks
 
 
 def _made_up_chunks(tensor: DummyTensor) -> Iterator[WeightChunk]:
-    unit = unit_bytes(tensor)
+    unit = tensor.unit_bytes
     step = max(1, CHUNK_BYTES // unit)
-    num_units = tensor.num_bytes // unit
-    for first in range(0, num_units, step):
-        count = min(step, num_units - first)
+    for first in range(0, tensor.num_units, step):
+        count = min(step, tensor.num_units - first)
+        start = first * unit
+        num_bytes = min(count * unit, tensor.num_bytes - start)
 
         def fill(target: np.ndarray, first: int = first, count: int = count) -> None:
             target[:] = dummy_units(tensor, first, count)
 
-        yield WeightChunk(tensor.weights_offset + first * unit, count * unit, fill)
-
-
-def _dummy_tensors(engine_file: EngineFile, weights_bytes: int) -> tuple[DummyTensor, ...]:
-    try:
-        return decode_dummy_tensors(engine_file.member(DUMMY_MEMBER), weights_bytes)
-    except (ValueError, RecursionError) as error:
-        raise EngineFormatError(f"{engine_file.path}: {DUMMY_MEMBER} is damaged: {error}") from error
+        yield WeightChunk(tensor.weights_offset + start, num_bytes, fill)

@@ -13,17 +13,23 @@ _log = logging.getLogger("castiron.server")
 
 
 class HttpRunner(web.AppRunner):
-    """An AppRunner whose connections are _JsonErrorHandlers."""
+    """An AppRunner whose connections are _JsonErrorHandlers.
 
-    async def _make_server(self) -> web.Server:
-        server = await super()._make_server()
-        server.__class__ = _Server  # aiohttp has no setting for the class of its handlers
-        return server
+    aiohttp has no setting for the class of its handlers, so the server it made and each handler get theirs here,
+    through its public interface (`setup`, `server`, and calling the server for a handler).
+    """
+
+    async def setup(self) -> None:
+        await super().setup()
+        assert self.server is not None
+        self.server.__class__ = _Server
 
 
 class _Server(web.Server):
     def __call__(self) -> RequestHandler:
-        return _JsonErrorHandler(self, loop=self._loop, **self._kwargs)
+        handler = super().__call__()
+        handler.__class__ = _JsonErrorHandler
+        return handler
 
 
 class _JsonErrorHandler(RequestHandler):

@@ -1,6 +1,6 @@
 """What the engine loop needs of a device that has an engine loaded. Implemented by cpu.py and cuda.py."""
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
@@ -46,4 +46,17 @@ class Device(Protocol):
 
     def close(self) -> None:
         """Free everything. Calling it twice is fine."""
+        ...
+
+
+@runtime_checkable
+class TimesGraphs(Protocol):
+    """A device that can tell how long it worked. Timing doesn't wait for anything, and costs nothing when off."""
+
+    def start_timing(self) -> None:
+        """Time every launch from now on."""
+        ...
+
+    def stop_timing(self) -> float:
+        """Stop; seconds of device time of the launches that were waited for since start_timing."""
         ...

@@ -12,9 +12,11 @@ from collections import deque
 import numpy as np
 
 from castiron.runtime.devices.cuda_driver import check, driver, initialize
+from castiron.runtime.devices.cuda_dummy import make_up_weights
 from castiron.runtime.devices.cuda_memory import GpuMemory, PinnedMemory, aligned
 from castiron.runtime.devices.cuda_plan import LinkedPlans
 from castiron.runtime.devices.cuda_target import check_gpu, check_gpu_memory, gpu_properties, memory_table
+from castiron.runtime.devices.cuda_timer import GraphTimer
 from castiron.runtime.devices.cuda_weights import upload_weights
 from castiron.runtime.engine_file import EngineFile
 from castiron.runtime.errors import EngineTargetError
@@ -101,6 +103,8 @@ class CudaDevice:
         self._output_views: dict[tuple[int, int], dict[str, np.ndarray]] = {}
         self._output_slot = 0  # of the newest launch
         self._launched: deque[tuple[int, int | None]] = deque()  # output slot, sampling plan; oldest first
+        self._timer: GraphTimer | None = None  # made by the first start_timing
+        self._is_timing = False
         try:
             gpu = gpu_properties(self._context.device)
             check_gpu(engine_file, gpu)
@@ -115,7 +119,8 @@ class CudaDevice:
             allocated = time.perf_counter()
             weights = self._memory[MemoryClass.WEIGHTS]
             num_loaders = min(_MAX_LOADERS, os.cpu_count() or 1)
-            upload_weights(engine_file, weights.address, weights.num_bytes, self._context.handle, num_loaders)
+            upload_weights(engine_file, weights.address, self._context.handle, num_loaders)
+            make_up_weights(engine_file, weights.address, weights.num_bytes)
             loaded = time.perf_counter()
             bases = {memory_class: memory.address for memory_class, memory in self._memory.items()}
             self._plans = LinkedPlans(engine_file, self.header, self.plan_arrays, bases, self._cache_bases)
@@ -159,6 +164,9 @@ class CudaDevice:
         """Views of what the oldest launch that wasn't waited for sampled; empty if it had no sampling plan."""
         slot, sample_index = self._launched.popleft()
         check(driver.cuEventSynchronize(self._done[slot]), "running a step")
+        if self._is_timing:
+            assert self._timer is not None
+            self._timer.add(slot)
         if sample_index is None:
             return {}
         key = (slot, sample_index)
@@ -173,6 +181,24 @@ class CudaDevice:
         start = self._memory[MemoryClass.ARENA].address + self.header.logits_offset
         check(driver.cuMemcpyDtoH(logits.ctypes.data, start, logits.nbytes), "reading logits")
         return logits
+
+    def start_timing(self) -> None:
+        """Time the graphs of every launch from now on, until stop_timing."""
+        self._context.make_current()
+        if self._timer is None:
+            self._timer = GraphTimer(OUTPUT_SLOTS)
+        self._timer.reset()
+        self._is_timing = True
+
+    def stop_timing(self) -> float:
+        """Seconds the GPU worked on the graphs (forward and sampling) of the launches that were waited for.
+
+        Copies of steps and outputs aren't in it. A graph that the host launches while the GPU is idle counts
+        from the moment its launch began.
+        """
+        assert self._timer is not None and self._is_timing, "start_timing wasn't called"
+        self._is_timing = False
+        return self._timer.seconds()
 
     def time_graph(self, graph: object, repeats: int) -> float:
         """Median milliseconds of a graph on the device, over `repeats` launches, by events."""
@@ -206,6 +232,8 @@ class CudaDevice:
         driver.cuCtxSynchronize()
         if self._plans is not None:
             self._plans.close()
+        if self._timer is not None:
+            self._timer.close()
         for memory in self._memory.values():
             memory.free()
         for pinned in self._pinned:
@@ -228,6 +256,7 @@ class CudaDevice:
             (MemoryClass.STAGING, header.staging_bytes, "staging", 0),
         ):
             self._memory[memory_class] = GpuMemory(num_bytes, what, fill)
+        check(driver.cuCtxSynchronize(), "clearing memory")  # other streams don't wait for the default one
         starts = np.concatenate([[0], np.cumsum(cache_bytes, dtype=np.int64)])[: len(cache_bytes)]
         self._cache_bases = [self._memory[MemoryClass.CACHE].address + int(start) for start in starts]
         self._step_slots = PinnedMemory(STEP_SLOTS * self._step_bytes)
@@ -269,9 +298,15 @@ class CudaDevice:
         check(
             driver.cuMemcpyHtoDAsync(step, slot, self._copied_bytes[forward_index], stream), "copying a step"
         )
+        timer = self._timer if self._is_timing else None
+        if timer is not None:
+            timer.begin(self._output_slot, stream)
         self._run(forward_index)
         if sample_index is not None:
             self._run(sample_index)
+        if timer is not None:
+            timer.end(self._output_slot, stream)
+        if sample_index is not None:
             staging = self._memory[MemoryClass.STAGING].address
             target = self._outputs.array.ctypes.data + self._output_slot * self._output_slot_bytes
             num_bytes = self._output_bytes[sample_index]

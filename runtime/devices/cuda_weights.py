@@ -12,21 +12,19 @@ import numpy as np
 from castiron.runtime.devices.cuda_driver import check, driver
 from castiron.runtime.devices.cuda_memory import PinnedMemory
 from castiron.runtime.engine_file import EngineFile
-from castiron.runtime.weights_loader import CHUNK_BYTES, WeightChunk, weight_chunks
+from castiron.runtime.weights_loader import CHUNK_BYTES, WeightChunk, stored_chunks
 
 _BUFFERS_PER_THREAD = 2
 _DOING = "copying weights to the GPU"
 
 
-def upload_weights(
-    engine_file: EngineFile, address: int, num_bytes: int, context: Any, num_threads: int
-) -> None:
-    """Fill device memory at `address` (memory class `weights`, zeroed before) with the engine's weights.
+def upload_weights(engine_file: EngineFile, address: int, context: Any, num_threads: int) -> None:
+    """Fill device memory at `address` (memory class `weights`, zeroed before) with the weights the file holds.
 
     Returns when all copies are done. Raises EngineFormatError for a damaged file, WorkFailedError if the GPU
     fails.
     """
-    chunks = weight_chunks(engine_file, num_bytes)
+    chunks = stored_chunks(engine_file)
     num_threads = max(1, min(num_threads, len(chunks)))
     num_buffers = num_threads * _BUFFERS_PER_THREAD
     stream = check(driver.cuStreamCreate(driver.CUstream_flags.CU_STREAM_NON_BLOCKING), _DOING)

@@ -3,18 +3,27 @@
 import numpy as np
 import pytest
 
-from castiron.builder.dummy_tensors import dummy_tensor, dummy_values
+from castiron.builder.dummy_tensors import dummy_values, made_up
 from castiron.builder.parameters import Parameter, Part
 from castiron.builder.weight_values import made_up_values
 from castiron.models.schemes import schemes_for
 from castiron.runtime.dummy_weights import (
+    DummyField,
+    DummyTensor,
     decode_dummy_tensors,
     dummy_chunks,
     dummy_units,
     encode_dummy_tensors,
     fill_dummy_weights,
-    unit_bytes,
+    generator_key,
 )
+
+
+def dummy_tensor(parameter: Parameter, weights_offset: int) -> DummyTensor:
+    """The one run of units that a parameter is made of."""
+    (tensor,) = made_up(parameter, weights_offset)
+    return tensor
+
 
 STORED = [("n16", scheme) for scheme in schemes_for("cpu")] + [
     ("m64", scheme) for scheme in schemes_for("cuda")
@@ -46,7 +55,7 @@ def test_any_slice_gives_the_bytes_of_the_whole(layout: str, scheme: str) -> Non
     tensor = dummy_tensor(matrix(scheme, layout=layout), 0)
     whole = np.concatenate(list(dummy_chunks(tensor)))
     assert whole.size == tensor.num_bytes
-    unit = unit_bytes(tensor)
+    unit = tensor.unit_bytes
     for first, count in ((0, 1), (1, 2), (2, 2), (tensor.num_bytes // unit - 1, 1)):
         assert np.array_equal(dummy_units(tensor, first, count), whole[first * unit : (first + count) * unit])
 
@@ -82,10 +91,70 @@ def test_made_up_zero_points_are_those_of_4_bits() -> None:
     assert sorted(np.unique(packed[:, 128:192])) == list(range(16))
 
 
-def test_unknown_scale_types_are_refused() -> None:
-    data = encode_dummy_tensors([dummy_tensor(matrix("int4_g32", layout="m64"), 0)])
-    with pytest.raises(ValueError, match="has scales of 'bf8'"):
-        decode_dummy_tensors(data.replace(b'"scale_element":"bf16"', b'"scale_element":"bf8"'), 1 << 20)
+def test_a_tensor_that_ends_inside_a_unit_is_a_prefix_of_a_longer_one() -> None:
+    whole, cut = (DummyTensor("t", 0, size, (DummyField(32, "f32", amplitude=1.0),)) for size in (4096, 1332))
+    long, short = (np.concatenate(list(dummy_chunks(tensor))) for tensor in (whole, cut))
+    assert short.size == 1332 and np.array_equal(long[:1332], short)
+
+
+def test_made_up_e4m3_codes_are_finite_and_take_every_other_value() -> None:
+    tensor = DummyTensor("t", 0, 1 << 16, (DummyField(32, "e4m3"),))
+    codes = np.unique(np.concatenate(list(dummy_chunks(tensor))))
+    assert np.array_equal(codes, [code for code in range(256) if code not in (0x7F, 0xFF)])
+
+
+def test_multiples_are_those_of_the_stored_scales() -> None:
+    tensor = dummy_tensor(matrix("q4_1", layout="m64"), 0)
+    header = np.concatenate(list(dummy_chunks(tensor))).reshape(-1, tensor.unit_bytes)[:, :512].view("<f2")
+    scales, minimums = header[:, :128].astype(np.float32), header[:, 128:]
+    assert len(np.unique(scales)) > 100
+    assert np.array_equal((scales * np.float32(-7.5)).astype("<f2"), minimums)
+
+
+def test_random_bytes_are_philox_4x64_of_the_counter_from_1_on() -> None:
+    """Against the algorithm in whole numbers; the GPU's kernel computes the same."""
+    key = generator_key("t")
+    tensor = DummyTensor("t", 0, 96, (DummyField(32, "bits"),))
+    made = np.concatenate(list(dummy_chunks(tensor))).view("<u8").tolist()
+    assert made == [word for block in range(3) for word in philox4x64(block + 1, key)]
+
+
+def philox4x64(counter: int, key: int) -> list[int]:
+    """10 rounds, as in section 3.3 of the paper."""
+    low = 2**64 - 1
+    c, k = [counter & low, counter >> 64, 0, 0], [key & low, key >> 64]
+    for _ in range(10):
+        a, b = 0xD2E7470EE14C6C93 * c[0], 0xCA5A826395121157 * c[2]
+        c = [b >> 64 ^ c[1] ^ k[0], b & low, a >> 64 ^ c[3] ^ k[1], a & low]
+        k = [k[0] + 0x9E3779B97F4A7C15 & low, k[1] + 0xBB67AE8584CAA73B & low]
+    return c
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ((), "has 0 fields, expected 1 to 4"),
+        ((DummyField(32, "bits"),) * 5, "has 5 fields"),
+        ((DummyField(32, "bf8"),), "of kind 'bf8', expected one of bits"),
+        ((DummyField(16, "bits"),), "a field of 16 bytes, no multiple of 32"),
+        ((DummyField(-32, "bits"),), "a field of -32 bytes"),
+        ((DummyField(1 << 17, "bits"),), "units of 131072 bytes"),
+        ((DummyField(32, "bits", mask=256),), "a mask of 256"),
+        ((DummyField(32, "f16_multiple", distance=32),), "32 bytes before byte 0"),
+        ((DummyField(32, "f16"), DummyField(32, "f16_multiple", distance=0)), "0 bytes before byte 32"),
+        ((DummyField(32, "f32", mean=1e39),), "finite float32"),
+    ],
+)
+def test_fields_that_can_not_be_made_are_refused(fields: tuple[DummyField, ...], message: str) -> None:
+    data = encode_dummy_tensors([DummyTensor("t", 0, 64, fields)])
+    with pytest.raises(ValueError, match=message):
+        decode_dummy_tensors(data, 1 << 20)
+
+
+def test_a_tensor_that_starts_inside_a_random_block_is_refused() -> None:
+    data = encode_dummy_tensors([DummyTensor("t", 8, 64, (DummyField(32, "bits"),))])
+    with pytest.raises(ValueError, match="starts at 8, no multiple of 32"):
+        decode_dummy_tensors(data, 1 << 20)
 
 
 def test_a_list_that_reaches_outside_the_weights_is_refused() -> None:

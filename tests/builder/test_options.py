@@ -1,5 +1,6 @@
 """Options: flags, recipes and refusals, each a one-line error that says what to do."""
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from castiron.builder.recipe import read_recipe
 from castiron.builder.targets import resolve_target
 from castiron.models.llama import LLAMA
 from castiron.runtime.devices import kernel_library
-from castiron.runtime.errors import InputError
+from castiron.runtime.errors import CheckpointError, InputError
 from castiron.runtime.manifest import Profile
 
 CONFIG = LLAMA.parse_config(
@@ -64,7 +65,13 @@ def test_every_flag_reaches_its_option() -> None:
         (["m", "-o", "x", "--compute", "fp16"], "expected one of auto, f32, bf16, int8"),
         (["m", "-o", "x", "--weights", "rand"], "did you mean random"),
         (["m", "-o", "x", "--tune"], "--tune needs CUDA kernels"),
-        (["m", "-o", "x", "--max-seqs", "0"], "--max-seqs is 0, expected a positive number"),
+        (["m", "-o", "x", "--max-seqs", "0"], "--max-seqs: '0' is not a positive whole number"),
+        (["m", "-o", "x", "--max-seq-len", "-5"], "--max-seq-len: '-5' is not a positive whole number"),
+        (["m", "-o", "x", "--max-batched-tokens", "1.5"], "'1.5' is not a positive whole number"),
+        (["m", "-o", "x", "--max-seqs", "9" * 50], "is too large, expected at most 18 digits"),
+        (["m", "-o", "x", "--max-build-seconds", "soon"], "'soon' is not a number, expected for example"),
+        (["m", "-o", "x", "--max-build-seconds", "-1"], "--max-build-seconds is -1.0, expected a positive"),
+        (["m", "-o", "x", "--max-build-seconds", "nan"], "--max-build-seconds is nan, expected a positive"),
         (["m", "-o", "x", "--max-seq-len", "9999999999"], "below 2^31"),
         (["m", "-o", "x", "--target", "sm_37"], "or sm_90"),
         (["m", "-o", "x", "--target", "tpu"], "unknown target 'tpu'"),
@@ -87,7 +94,7 @@ def test_every_flag_reaches_its_option() -> None:
             "/dev/null is a file, expected a folder",
         ),
         (["m", "-o", "x", "--max-seq", "3"], "unrecognized arguments: --max-seq"),
-        (["m", "-o", "x", "--max-seqs", "many"], "invalid int value: 'many'"),
+        (["m", "-o", "x", "--max-seqs", "many"], "'many' is not a positive whole number"),
         (["m", "-o", "x", "--recipe", "/no/such.json"], "can't read recipe"),
     ],
 )
@@ -174,3 +181,11 @@ def test_limits_left_out_follow_the_target_the_model_and_each_other(
 def test_limits_that_cannot_be_are_refused(asked: dict[str, int], message: str) -> None:
     with pytest.raises(InputError, match=message):
         resolve_profile(BuildOptions(model="m", dry_run=True, **asked), resolve_target("cpu"), CONFIG)
+
+
+def test_a_model_whose_context_holds_no_answer_is_refused_and_one_of_two_tokens_is_not() -> None:
+    options, target = BuildOptions(model="m", dry_run=True), resolve_target("cpu")
+    with pytest.raises(CheckpointError, match=r"made for 1 token, expected at least 2: a prompt token and"):
+        resolve_profile(options, target, dataclasses.replace(CONFIG, max_position_embeddings=1))
+    smallest = resolve_profile(options, target, dataclasses.replace(CONFIG, max_position_embeddings=2))
+    assert smallest.max_seq_len == 2

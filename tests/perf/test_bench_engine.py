@@ -28,12 +28,33 @@ class ClockedEngine:
         self.info: Any = SimpleNamespace(
             max_seq_len=128, max_seqs=8, num_blocks=64, block_size=16, vocab_size=1000
         )
+        self.device: Any = object()
 
     def generate(self, requests: list[AddRequest]) -> Iterator[RequestOutput]:
         self.prompts += [request.prompt_token_ids for request in requests]
         assert all(request.sampling.ignore_eos for request in requests)
         self.now_s += 0.5 + 0.25 * (requests[0].sampling.max_tokens - 1)
         yield RequestOutput("x", (1,))
+
+
+class BusyDevice:
+    """Works all the time until a batch's first tokens are there, then for 0.2 s of each step's 0.25 s."""
+
+    def __init__(self, engine: ClockedEngine) -> None:
+        self._engine = engine
+        self._started_s: float | None = None
+        self.num_timed = 0
+
+    def start_timing(self) -> None:
+        assert self._started_s is None
+        self._started_s = self._engine.now_s
+
+    def stop_timing(self) -> float:
+        assert self._started_s is not None
+        wall_s = self._engine.now_s - self._started_s
+        self._started_s = None
+        self.num_timed += 1
+        return 0.5 + 0.8 * (wall_s - 0.5)
 
 
 @pytest.fixture
@@ -51,6 +72,23 @@ def test_time_per_token_is_that_of_n_plus_1_minus_that_of_1(clocked: ClockedEngi
         assert metrics["throughput_tok_s"][name]["p50"] == pytest.approx(batch / 0.25)
         assert metrics["prefill_tok_s"][name]["p50"] == pytest.approx(batch * 10 / 0.5)
     assert metrics["ttft_ms"]["p10"]["p50"] == pytest.approx(500)
+
+
+def test_the_busy_share_is_that_of_decode_in_runs_of_their_own(clocked: ClockedEngine) -> None:
+    clocked.device = BusyDevice(clocked)
+    metrics = measure_offline(clocked, OfflineCase((1, 4), prompt_len=10, output_len=5, repeats=9))  # type: ignore[arg-type]
+    assert metrics["gpu_busy"] == {name: pytest.approx({"p50": 0.8, "p99": 0.8}) for name in ("b1", "b4")}
+    assert (
+        clocked.device.num_timed == 2 * 3 * 2
+    )  # batches, repeats, short and long: the other runs are untimed
+    head, *rows = offline.offline_table(metrics).splitlines()
+    assert head.endswith("GPU busy") and all("80.0% (  80.0%)" in row for row in rows)
+    assert len({len(line) for line in [head, *rows]}) == 1
+
+
+def test_a_device_that_can_not_tell_gets_no_busy_share(clocked: ClockedEngine) -> None:
+    metrics = measure_offline(clocked, OfflineCase((1,), prompt_len=10, output_len=5, repeats=1))  # type: ignore[arg-type]
+    assert "gpu_busy" not in metrics and "GPU" not in offline.offline_table(metrics)
 
 
 def test_prompts_are_distinct_seeded_and_of_the_asked_length(clocked: ClockedEngine) -> None:

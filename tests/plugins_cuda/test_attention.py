@@ -196,6 +196,12 @@ def test_decode_of_one_sequence(length: int) -> None:
     check(Heads(3, 1, 64, 16), [(1, length)], "decode", seed=length)
 
 
+@pytest.mark.sanitize
+@pytest.mark.parametrize("variant", ("decode", *VARIANTS))
+def test_small_steps(variant: str) -> None:
+    check(Heads(4, 2, 128), [(1, 70), (1, 1)] if variant == "decode" else [(1, 70), (20, 33)], variant)
+
+
 @pytest.mark.parametrize("heads", [Heads(8, 2, 64), Heads(4, 1, 128, 16)], ids=_name)
 def test_decode_of_a_long_sequence_is_split_over_all_ctas(heads: Heads) -> None:
     check(heads, [(1, 33_000)], "decode")

@@ -57,6 +57,7 @@ def test_rows_equal_the_checkpoints_and_nothing_else_is_written(scheme: str) -> 
         assert torch.equal(y.cpu(), expected)
 
 
+@pytest.mark.sanitize
 def test_ids_outside_the_vocabulary_and_rows_beyond_max_rows_are_clamped() -> None:
     rows = random_rows("q4_1", 70, 64, np.random.default_rng(0))
     table = torch.from_numpy(pack("q4_1", rows, 64)).cuda()
@@ -66,6 +67,7 @@ def test_ids_outside_the_vocabulary_and_rows_beyond_max_rows_are_clamped() -> No
     assert torch.equal(y.cpu(), torch.from_numpy(expected))
 
 
+@pytest.mark.sanitize
 def test_no_sampled_ids_at_all_read_nothing() -> None:
     rows = random_rows("bf16", 3, 64, np.random.default_rng(0))
     table = torch.from_numpy(pack("bf16", rows, 64)).cuda()

@@ -19,9 +19,13 @@ pytestmark = pytest.mark.gpu
 EPS = 1e-5
 SPARE = 3  # rows of capacity beyond the live ones
 BF16, F32 = torch.bfloat16, torch.float32
+SMALL = [
+    pytest.param(5, 64, 8, marks=pytest.mark.sanitize),
+    pytest.param(2, 300, 4, marks=pytest.mark.sanitize),
+]
 # rows, dim, columns between rows: aligned to 16 bytes only where extra is a multiple of 8
 SHAPES = [
-    (1, 4096, 0), (1, 8, 8), (3, 7, 0), (5, 64, 8), (2, 300, 4), (7, 512, 0), (3, 576, 1), (64, 1024, 0),
+    (1, 4096, 0), (1, 8, 8), (3, 7, 0), *SMALL, (7, 512, 0), (3, 576, 1), (64, 1024, 0),
     (4, 1032, 8), (33, 4096, 64), (2, 8192, 0), (3, 16384, 8), (2, 16392, 0), (5000, 128, 0), (3000, 1536, 8),
 ]  # fmt: skip
 
