@@ -63,7 +63,7 @@ def test_every_flag_reaches_its_option() -> None:
         (["m", "-o", "x", "--quantize", "keeps"], "did you mean keep"),
         (["m", "-o", "x", "--compute", "fp16"], "expected one of auto, f32, bf16, int8"),
         (["m", "-o", "x", "--weights", "rand"], "did you mean random"),
-        (["m", "-o", "x", "--tune"], "--tune needs CUDA kernels"),
+        (["m", "-o", "x", "--tune"], "--tune is for CUDA targets"),
         (["m", "-o", "x", "--max-seqs", "0"], "--max-seqs is 0, expected a positive number"),
         (["m", "-o", "x", "--max-seq-len", "9999999999"], "below 2^31"),
         (["m", "-o", "x", "--target", "sm_37"], "or sm_90"),
