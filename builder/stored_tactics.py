@@ -5,6 +5,7 @@ from castiron.builder.plan.tactics import StoredTactics
 from castiron.builder.targets import Target
 from castiron.configs.tuning_results import check_target, read_results, stored_results
 from castiron.plugins_cuda.source_hash import compiler_version
+from castiron.runtime.errors import WorkFailedError
 
 NONE = "none"  # of --tactics: the cost model alone
 
@@ -18,4 +19,14 @@ def stored_tactics(options: BuildOptions, target: Target) -> StoredTactics | Non
     else:
         files = [read_results(options.tactics)]
         check_target(files[0], target.name, options.tactics)
-    return StoredTactics(files, target.level, compiler_version()) if files else None
+    return StoredTactics(files, target.level, _compiler(options)) if files else None
+
+
+def _compiler(options: BuildOptions) -> str:
+    """Of a dry run without one: "", which no times are of."""
+    try:
+        return compiler_version()
+    except WorkFailedError:
+        if options.dry_run:
+            return ""
+        raise

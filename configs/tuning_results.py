@@ -17,7 +17,6 @@ nothing.
 import importlib.resources
 import math
 import os
-from collections.abc import Iterable
 from importlib.resources.abc import Traversable
 from pathlib import Path
 
@@ -124,21 +123,24 @@ def check_target(results: TuningResults, target: str, label: str) -> None:
         )
 
 
+def check_mergeable(old: TuningResults, target: str, gpu: str, label: str) -> None:
+    """Raise InputError unless `old`, of the file called `label`, is of this target and GPU."""
+    if (old.target, old.gpu) != (target, gpu):
+        raise InputError(
+            f"{label} holds times of {printable(old.gpu, 60)} for {printable(old.target, 40)}, these are of "
+            f"{gpu} for {target}: write them to another file"
+        )
+
+
 def merge_results(old: TuningResults | None, new: TuningResults, label: str) -> TuningResults:
     """`old` (of the file called `label`) with the results of equal keys replaced and new ones added, by key.
 
-    Raises InputError if they are of different GPUs or targets.
+    Raises InputError as check_mergeable.
     """
-    if old is None:
-        kept: Iterable[TuningResult] = ()
-    elif (old.target, old.gpu) != (new.target, new.gpu):
-        raise InputError(
-            f"{label} holds times of {printable(old.gpu, 60)} for {printable(old.target, 40)}, these are of "
-            f"{new.gpu} for {new.target}: write them to another file"
-        )
-    else:
-        kept = old.results
-    merged = {result.key.text: result for result in (*kept, *new.results)}
+    if old is not None:
+        check_mergeable(old, new.target, new.gpu, label)
+    results = (*(old.results if old is not None else ()), *new.results)
+    merged = {result.key.text: result for result in results}
     return msgspec.structs.replace(new, results=tuple(merged[text] for text in sorted(merged)))
 
 

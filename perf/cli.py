@@ -151,22 +151,17 @@ def _run_startup(args: argparse.Namespace, argv: list[str]) -> int:
 
 
 def _run_tune(args: argparse.Namespace, argv: list[str]) -> int:
-    from castiron.configs.tuning_results import check_target, merge_results, read_results, write_results
+    from castiron.configs.tuning_results import check_mergeable, merge_results, read_results, write_results
     from castiron.perf.tune import measure
     from castiron.runtime.engine_file import EngineFile
-    from castiron.runtime.errors import EngineTargetError
     from castiron.runtime.tuning_format import read_tuning
 
     with EngineFile.open(args.engine) as engine:
         info = read_tuning(engine)
-        if engine.manifest.target.kind != "cuda":
-            raise EngineTargetError(
-                f"{args.engine} is built for the CPU, whose kernels have no rivals: nothing to time"
-            )
         old = read_results(args.json) if args.json is not None and args.json.exists() else None
-        if old is not None:
-            check_target(old, info.target, str(args.json))
         with open_timer(engine, info) as timer:
+            if old is not None:  # told now rather than after minutes of measuring
+                check_mergeable(old, info.target, timer.gpu, str(args.json))
             results = measure(info, timer, argv, lambda line: print(line, flush=True))
     if args.json is not None:
         write_results(args.json, merge_results(old, results, str(args.json)))

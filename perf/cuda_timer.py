@@ -8,6 +8,7 @@ from castiron.perf.snapshot import this_machine
 from castiron.perf.tune import blocks_needed, tokens_of_sequences
 from castiron.runtime.block_manager import BlockManager
 from castiron.runtime.devices.cuda import CudaDevice, GpuContext
+from castiron.runtime.devices.cuda_target import gpu_properties
 from castiron.runtime.engine_file import EngineFile
 from castiron.runtime.errors import InputError
 from castiron.runtime.plan_format import MemoryClass
@@ -33,12 +34,14 @@ class CudaTimer:
         num_blocks = {header.cache_groups[0].name: blocks_needed(info, block_size)}
         most_seqs = max(case.live.num_seqs for case in info.cases)
         longest = max(case.live.context for case in info.cases)
-        machine = this_machine(with_gpu=True)
-        self.gpu, self.driver = machine.gpu, machine.driver
+        context = GpuContext()
+        gpu = gpu_properties(context.device)
+        self.gpu = gpu.name
+        self.driver = this_machine(with_gpu=True).driver or f"for CUDA {gpu.driver_version / 1000:.1f}"
         self._vocab_size = header.vocab_size
         self._rows = RowTable(most_seqs, longest)
         self._blocks = BlockManager(header.cache_groups, num_blocks, most_seqs)
-        self._device = CudaDevice(engine_file, num_blocks, GpuContext(), use_graphs=False)
+        self._device = CudaDevice(engine_file, num_blocks, context, use_graphs=False)
         self._graphs: dict[int, object] = {}
         self._repeats: dict[int, int] = {}
         for memory_class in (MemoryClass.ARENA, MemoryClass.CACHE):

@@ -33,6 +33,8 @@ def check_manifest(manifest: Manifest, label: str) -> None:
         refuse(label, f"target.kind is {printable(manifest.target.kind)}, expected cpu or cuda")
     if manifest.purpose not in (PURPOSE_SERVING, PURPOSE_TUNING):
         refuse(label, f"purpose is {printable(manifest.purpose)}, expected serving or tuning")
+    if manifest.purpose == PURPOSE_TUNING and manifest.target.kind != "cuda":
+        refuse(label, f"a tuning engine for {manifest.target.kind}, whose kernels have no rivals")
     if manifest.weights_source not in ("file", "dummy"):
         refuse(label, f"weights_source is {printable(manifest.weights_source)}, expected file or dummy")
     sizes = {}

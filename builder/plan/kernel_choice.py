@@ -111,7 +111,8 @@ class KernelChooser:
             refused = dict(found.refused)
             for candidate in found.candidates:
                 if candidate.spec is not spec:
-                    refused[candidate.spec.name] = f"{spec.name} comes first" + (
+                    by_time = " by measured times" if tactic.origin == "measured" else ""
+                    refused[candidate.spec.name] = f"{spec.name} comes first{by_time}" + (
                         f" (estimate {candidate.cost:.1f} us)" if candidate.cost else ""
                     )
             self.uses[spec.name] = KernelUse(launch.op, refused=refused)

@@ -123,8 +123,11 @@ def decide(alternatives: Alternatives, stored: StoredTactics | None) -> tuple[Ca
 def prune(candidates: Iterable[Candidate]) -> list[Candidate]:
     """The candidates worth timing, cheapest estimate first."""
     ranked = sorted(candidates, key=lambda candidate: candidate.cost)
-    limit = PRUNE_FACTOR * ranked[0].cost
-    return [c for place, c in enumerate(ranked) if place < FEWEST_CANDIDATES or c.cost <= limit]
+    return [
+        candidate
+        for place, candidate in enumerate(ranked)
+        if place < FEWEST_CANDIDATES or candidate.cost <= PRUNE_FACTOR * ranked[0].cost
+    ]
 
 
 def tactic_hash(candidate: Candidate, target: str) -> str:

@@ -192,8 +192,7 @@ class _WeightPool:
             name, original = self._pool_name(view), self._original(view)
             pool = self._pools.setdefault(name, [])
             for index in range(len(pool), count):
-                ending = ".bias" if original.name.endswith(".bias") else ""
-                pool.append(replace(original, name=f"{name}.{index}{ending}", parts=()))
+                pool.append(replace(original, name=f"tune.{index}.{name}", parts=()))
         return count
 
     def view(self, view: View | None, index: int) -> View | None:
@@ -222,9 +221,10 @@ class _WeightPool:
         return self._originals[view.storage.name]
 
     def _pool_name(self, view: View | None) -> str:
+        """Scheme, shape, and the name's last word, which says how a vector is made up."""
         original = self._original(view)
         shape = "x".join(map(str, original.shape))
-        return f"tune.{original.scheme}.{shape}" + (".b" if original.name.endswith(".bias") else "")
+        return f"{original.scheme}.{shape}.{original.name.rpartition('.')[2]}"
 
 
 def _copy(case: _Case, pool: _WeightPool, index: int, candidate: Candidate) -> Launch:
