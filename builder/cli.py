@@ -87,7 +87,7 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--tune",
         action="store_true",
-        help="write a tuning engine, which bench-engine tune times candidate kernels with (CUDA targets)",
+        help="write a tuning engine: made-up weights, all kernels for bench-engine tune to time (CUDA targets)",
     )
     add(
         "--tactics",

@@ -60,6 +60,10 @@ class BuildOptions:
         _check_choice("--weights", self.weights, WEIGHTS_MODES)
         if self.tune and self.tactics is not None:
             raise InputError("--tactics chooses kernels, --tune carries all of them to time: leave one out")
+        if self.tune and self.weights == "random":
+            raise InputError(
+                "--weights random writes weights, --tune makes them up when it times: leave one out"
+            )
         for name in ("max_seqs", "max_seq_len", "max_batched_tokens", "max_build_seconds"):
             value = getattr(self, name)
             if name == "max_seq_len" and value == 1:

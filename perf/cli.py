@@ -80,7 +80,7 @@ def _parser() -> argparse.ArgumentParser:
         "--json",
         type=output_file,
         metavar="FILE",
-        help="write the times; results that are in the file stay, but for those of equal keys",
+        help="write the times, for a build's --tactics; what the file has stays, but for equal keys",
     )
     return parser
 

@@ -123,6 +123,8 @@ def test_what_can_not_be_tuned_is_told(tiny_bf16_checkpoint: Path, tmp_path: Pat
         build_sm_90(tiny_bf16_checkpoint, output, target="cpu:generic", tactics="none")
     with pytest.raises(InputError, match="leave one out"):
         build_sm_90(tiny_bf16_checkpoint, output, tune=True, tactics="none")
+    with pytest.raises(InputError, match="--weights random writes weights"):
+        build_sm_90(tiny_bf16_checkpoint, output, tune=True, weights="random")
     assert list(tmp_path.iterdir()) == []
 
 
