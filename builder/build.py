@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from castiron.builder.background import Background
 from castiron.builder.checkpoint import Checkpoint
 from castiron.builder.checkpoint.compressed_tensors import scale_warnings
@@ -22,7 +24,7 @@ from castiron.builder.graph import Program
 from castiron.builder.kernel_files import KernelFiles, compile_for_cpu, compile_for_cuda
 from castiron.builder.make_manifest import make_manifest, model_info
 from castiron.builder.memory_needs import check_fits, machine_memory_bytes, memory_needs
-from castiron.builder.model_parameters import BoundModel, bind_model
+from castiron.builder.model_parameters import bind_model
 from castiron.builder.model_source import open_model
 from castiron.builder.options import BuildOptions
 from castiron.builder.pack_weights import checkpoint_chunks, random_chunks, write_weights
@@ -30,25 +32,37 @@ from castiron.builder.parameters import Parameter
 from castiron.builder.phases import Phases
 from castiron.builder.pipeline import PASSES, PassResult, optimize
 from castiron.builder.plan.buckets import MIXED
-from castiron.builder.plan.planner import PlannedEngine, plan_engine
-from castiron.builder.plan.weights import WeightsLayout, layout_weights
+from castiron.builder.plan.planner import plan_engine
+from castiron.builder.plan.tactics import tactics_text
+from castiron.builder.plan.tuning import plan_tuning
+from castiron.builder.plan.weights import layout_weights
 from castiron.builder.profile import resolve_profile
 from castiron.builder.quantization_error import relative_error
 from castiron.builder.report import MEMBER as REPORT_MEMBER
 from castiron.builder.report import encode_report, make_report, scheme_sizes
+from castiron.builder.stages import OpenedModel, PlannedBuild, TracedModel
+from castiron.builder.stored_tactics import stored_tactics
 from castiron.builder.targets import Target, resolve_target
-from castiron.builder.tokenizer import TokenizerFiles, build_tokenizer
+from castiron.builder.tokenizer import build_tokenizer
 from castiron.builder.trace import TraceOptions, trace_forward, trace_sampler
 from castiron.builder.weight_values import LoadParameter, checkpoint_values, made_up_values
+from castiron.plugins_cuda.source_hash import compiler_version
 from castiron.runtime.dummy_weights import MEMBER as DUMMY_MEMBER
 from castiron.runtime.dummy_weights import encode_dummy_tensors
 from castiron.runtime.engine_file_writer import EngineFileWriter
 from castiron.runtime.errors import CheckpointError, InputError
-from castiron.runtime.manifest import Manifest, Profile, QuantizationInfo, WeightsFile
+from castiron.runtime.manifest import (
+    PURPOSE_SERVING,
+    PURPOSE_TUNING,
+    Manifest,
+    QuantizationInfo,
+    WeightsFile,
+)
 from castiron.runtime.output_file import check_output_file
 from castiron.runtime.peak_memory import peak_memory_bytes
 from castiron.runtime.plan_format import encode_plan
 from castiron.runtime.step_abi import CacheGroup
+from castiron.runtime.tuning_format import MEMBER as TUNING_MEMBER
 
 SAMPLING_VARIANTS = ("greedy", "random")
 
@@ -63,38 +77,6 @@ class BuildResult:
     peak_memory_bytes: int
 
 
-@dataclass(frozen=True)
-class OpenedModel:
-    """The checkpoint understood: what is built, and what it will serve."""
-
-    checkpoint: Checkpoint
-    model: BoundModel
-    parameters: dict[str, Parameter]  # with the schemes the engine stores
-    compute: str
-    tokenizer: TokenizerFiles | None  # None for an alias
-    profile: Profile
-    group: CacheGroup
-
-
-@dataclass(frozen=True)
-class TracedModel:
-    """The programs as traced; the passes change `forward`."""
-
-    stage0: Program  # a copy of forward that stays as it is
-    forward: Program
-    samplers: list[Program]
-
-
-@dataclass(frozen=True)
-class PlannedBuild:
-    """The forward program after the passes, and the engine's plan."""
-
-    forward: Program
-    passes: list[PassResult]
-    layout: WeightsLayout
-    planned: PlannedEngine
-
-
 def build_engine(options: BuildOptions, quiet: bool = False) -> BuildResult:
     """Build the engine `options` ask for; progress goes to standard error unless `quiet`.
 
@@ -102,6 +84,13 @@ def build_engine(options: BuildOptions, quiet: bool = False) -> BuildResult:
     """
     phases = Phases(options.max_build_seconds, quiet)
     target = resolve_target(options.target)
+    if options.tune:  # it times kernels: their weights may be any
+        options = replace(options, weights="dummy")
+    if (options.tune or options.tactics is not None) and target.kind != "cuda":
+        flag = "--tune" if options.tune else "--tactics"
+        raise InputError(
+            f"{flag} is for CUDA targets, {target.name} has one kernel for each op: leave it out"
+        )
     if options.batch_invariant and not target.is_row_stable:
         raise InputError(
             f"--batch-invariant is not there on {target.name}, whose kernels' sums depend on the bucket: "
@@ -131,6 +120,8 @@ def build_engine(options: BuildOptions, quiet: bool = False) -> BuildResult:
             kernels = stack.enter_context(
                 Background(lambda keep_going: compile_for_cuda(target, planned, keep_going, is_dummy))
             )
+        if options.tune:
+            golden = stack.enter_context(Background(lambda _: GoldenMember("none: a tuning engine", b"")))
         if golden is None:  # made-up weights are those of the merged parameters
             parameters = list(built.forward.parameters.values())
             values = made_up_values(parameters)
@@ -208,6 +199,8 @@ def _plan(
     with phases.phase("optimize") as notes:
         passes = optimize(forward, opened.compute, options.dump_passes, PASSES[target.kind])
         notes.append(f"{len(forward.graph)} nodes left, {sum(p.matches for p in passes)} matches")
+    if options.tune:
+        return _plan_tuning(target, opened, traced, passes, phases)
     with phases.phase("plan") as notes:
         layout = layout_weights(forward.parameters.values())
         planned = plan_engine(
@@ -219,13 +212,36 @@ def _plan(
             opened.model.config.vocab_size,
             # a finished sequence's row may still be in flight while its successor starts
             max_rows=2 * opened.profile.max_seqs,
-            chooser=target.kernel_chooser(),
+            chooser=target.kernel_chooser(stored_tactics(options, target)),
         )
         needs = memory_needs(planned.header, opened.profile)
         if target.is_local:
             check_fits(needs, machine_memory_bytes())
         notes.append(f"{len(planned.arrays.records)} records, {size_text(needs.minimum)} for one sequence")
+        if tactics := tactics_text(planned.tactics.values()):
+            notes.append(tactics)
     return PlannedBuild(forward, passes, layout, planned)
+
+
+def _plan_tuning(
+    target: Target, opened: OpenedModel, traced: TracedModel, passes: list[PassResult], phases: Phases
+) -> PlannedBuild:
+    with phases.phase("plan") as notes:
+        tuning = plan_tuning(
+            traced.forward,
+            traced.samplers,
+            opened.group,
+            target.buckets(opened.profile),
+            opened.model.config.vocab_size,
+            opened.profile,
+            target.kernel_chooser(),
+            target.level,
+            compiler_version(),
+        )
+        notes.append(f"{len(tuning.planned.arrays.records)} records; {tuning.text}")
+    if not tuning.info.cases:
+        raise InputError("no launch of this model has more than one kernel: there is nothing to tune")
+    return PlannedBuild(traced.forward, passes, tuning.layout, tuning.planned, tuning)
 
 
 def _dry_run(
@@ -233,6 +249,9 @@ def _dry_run(
 ) -> BuildResult:
     needs = memory_needs(built.planned.header, opened.profile)
     name, schemes = opened.checkpoint.name, report["schemes"]
+    if built.tuning is not None:
+        print(f"{name} on {target.name}, {size_text(built.layout.num_bytes)} of weights; {built.tuning.text}")
+        return BuildResult(None, report, phases.seconds, peak_memory_bytes())
     print(describe_plan_text(name, target, opened.compute, opened.profile, built.planned, needs, schemes))
     return BuildResult(None, report, phases.seconds, peak_memory_bytes())
 
@@ -261,9 +280,12 @@ def _write(
         writer.add("graph.onnx", _graph_bytes(built.forward))
         for name, data in encode_plan(built.planned.header, built.planned.arrays).items():
             writer.add(name, data)
-        for name, data in (opened.tokenizer.members if opened.tokenizer is not None else {}).items():
-            writer.add(name, data)
-        parameters = list(built.forward.parameters.values())
+        if built.tuning is not None:
+            writer.add(TUNING_MEMBER, msgspec.json.encode(built.tuning.info))
+        elif opened.tokenizer is not None:
+            for name, data in opened.tokenizer.members.items():
+                writer.add(name, data)
+        parameters = built.parameters
         with phases.phase("pack") as notes:
             chunks = checkpoint_chunks(opened.checkpoint) if options.weights == "file" else random_chunks
             if options.weights == "dummy":
@@ -302,7 +324,7 @@ def _special_ids(opened: OpenedModel) -> set[int]:
 def _report(
     options: BuildOptions, target: Target, opened: OpenedModel, built: PlannedBuild, golden_level: str
 ) -> dict[str, Any]:
-    parameters = list(built.forward.parameters.values())
+    parameters = built.parameters
     error = relative_error(opened.checkpoint, parameters) if options.weights == "file" else 0.0
     return make_report(
         built.passes,
@@ -314,6 +336,7 @@ def _report(
         warnings=opened.model.warnings,
         batch_invariant=options.batch_invariant,
         row_stable=target.is_row_stable,
+        tuning=built.tuning,
     )
 
 
@@ -325,7 +348,7 @@ def _manifest(
     weights: WeightsFile,
     source_files: dict[str, str],
 ) -> Manifest:
-    schemes = scheme_sizes(built.forward.parameters.values(), built.layout)
+    schemes = scheme_sizes(built.parameters, built.layout)
     return make_manifest(
         model_info(
             opened.checkpoint, opened.model, opened.parameters, opened.tokenizer, opened.profile.max_seq_len
@@ -342,6 +365,7 @@ def _manifest(
         weights_source="dummy" if options.weights == "dummy" else "file",
         source_format=opened.checkpoint.source_format,
         source_files=source_files,
+        purpose=PURPOSE_SERVING if built.tuning is None else PURPOSE_TUNING,
     )
 
 

@@ -84,7 +84,16 @@ def _parser() -> argparse.ArgumentParser:
         metavar="|".join(WEIGHTS_MODES),
         help="file (default): the checkpoint's; random: made up and written; dummy: made up at load",
     )
-    add("--tune", action="store_true", help="measure candidate kernels (CUDA targets)")
+    add(
+        "--tune",
+        action="store_true",
+        help="write a tuning engine: made-up weights, all kernels for bench-engine tune to time (CUDA targets)",
+    )
+    add(
+        "--tactics",
+        metavar="FILE|none",
+        help="choose kernels by these measured times, or by estimates (default: the times that ship with castiron)",
+    )
     add(
         "--batch-invariant",
         action="store_true",

@@ -60,6 +60,7 @@ def make_manifest(
     weights_source: str,
     source_format: str,
     source_files: dict[str, str],
+    purpose: str,
 ) -> Manifest:
     """The manifest without its members, which the writer fills in."""
     return Manifest(
@@ -84,4 +85,5 @@ def make_manifest(
             tool_versions={tool: importlib.metadata.version(tool) for tool in _TOOLS},
         ),
         members=(),
+        purpose=purpose,
     )

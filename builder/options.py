@@ -28,7 +28,8 @@ class BuildOptions:
     max_seq_len: int | None = None  # tokens a sequence may reach, prompt included
     max_batched_tokens: int | None = None  # tokens of one step
     weights: str = "file"  # dummy: made up at load; random: made up now and written
-    tune: bool = False
+    tune: bool = False  # make a tuning engine: it carries all candidate kernels, for bench-engine tune
+    tactics: str | None = None  # file of measured times, or "none"; None: those of configs/tuning/
     batch_invariant: bool = (
         False  # a row's result doesn't depend on the batch; the CPU target always holds it
     )
@@ -57,9 +58,11 @@ class BuildOptions:
             )
         _check_choice("--compute", self.compute, COMPUTE_MODES)
         _check_choice("--weights", self.weights, WEIGHTS_MODES)
-        if self.tune:
+        if self.tune and self.tactics is not None:
+            raise InputError("--tactics chooses kernels, --tune carries all of them to time: leave one out")
+        if self.tune and self.weights == "random":
             raise InputError(
-                "--tune needs CUDA kernels with several tactics, which are not there yet: leave it out"
+                "--weights random writes weights, --tune makes them up when it times: leave one out"
             )
         for name in ("max_seqs", "max_seq_len", "max_batched_tokens", "max_build_seconds"):
             value = getattr(self, name)

@@ -1,7 +1,7 @@
 """report.json: what the builder decided and why. The same inputs give the same report: no timings in it."""
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import msgspec
@@ -9,6 +9,8 @@ import msgspec
 from castiron.builder.parameters import Parameter
 from castiron.builder.pipeline import PassResult
 from castiron.builder.plan.planner import PlannedEngine
+from castiron.builder.plan.tactics import PRUNE_FACTOR, TacticUse
+from castiron.builder.plan.tuning import PlannedTuning
 from castiron.builder.plan.weights import WeightsLayout
 
 MEMBER = "report.json"
@@ -24,10 +26,11 @@ def make_report(
     warnings: Iterable[str],
     batch_invariant: bool,
     row_stable: bool,
+    tuning: PlannedTuning | None = None,
 ) -> dict[str, Any]:
-    """The report as JSON data."""
+    """The report as JSON data. tuning: of a tuning engine."""
     header = planned.header
-    report = {
+    report: dict[str, Any] = {
         "passes": passes,
         "kernels": {
             name: {"op": use.op, "launches": use.launches, "refused": use.refused}
@@ -51,8 +54,37 @@ def make_report(
         "batch_invariant": {"asked": batch_invariant, "row_stable": row_stable},
         "warnings": list(warnings),
     }
+    if tuning is None:
+        report["tactics"] = _tactics(planned.tactics.values())
+    else:
+        report["tuning"] = {
+            "keys": len(tuning.info.cases),
+            "candidates": sum(len(case.candidates) for case in tuning.info.cases),
+            "left_out_by_estimate": {"candidates": tuning.num_pruned, "above_best_times": PRUNE_FACTOR},
+        }
     plain: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(report))
     return plain
+
+
+def _tactics(uses: Collection[TacticUse]) -> dict[str, Any]:
+    """How kernels were chosen, and for each key which: inspect-engine --tactics shows it."""
+    origins = Counter(use.origin for use in uses)
+    return {
+        "measured": origins["measured"],
+        "by_cost_model": origins["stale"] + origins["untuned"],
+        "stale": origins["stale"],  # of those by cost model: times of other kernels or another compiler
+        "keys": [
+            {
+                "key": use.key,
+                "kernel": use.kernel,
+                "origin": use.origin,
+                "us": round(use.us, 3),
+                "runners_up": {kernel: round(us, 3) for kernel, us in use.runners_up},
+                "launches": use.launches,
+            }
+            for use in uses
+        ],
+    }
 
 
 def scheme_sizes(parameters: Iterable[Parameter], layout: WeightsLayout) -> dict[str, dict[str, int]]:

@@ -8,6 +8,7 @@ from typing import Any
 
 from castiron.builder.plan.buckets import ladder_buckets, top_buckets
 from castiron.builder.plan.kernel_choice import KernelChooser
+from castiron.builder.plan.tactics import StoredTactics
 from castiron.models.kernel_spec import KernelSpec
 from castiron.plugins_cpu.specs import SPECS as CPU_SPECS
 from castiron.plugins_cuda.specs import SPECS as CUDA_SPECS
@@ -51,9 +52,9 @@ class Target:
         """What keys and values are stored as."""
         return _CACHE_DTYPES[self.kind][compute]
 
-    def kernel_chooser(self) -> KernelChooser:
-        """Chooses among the target's kernels."""
-        return KernelChooser(_SPECS[self.kind].values(), self.num_sms, self.name)
+    def kernel_chooser(self, stored: StoredTactics | None = None) -> KernelChooser:
+        """Chooses among the target's kernels, by measured times where `stored` has them."""
+        return KernelChooser(_SPECS[self.kind].values(), self.num_sms, self.name, stored)
 
     @property
     def is_row_stable(self) -> bool:

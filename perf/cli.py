@@ -1,7 +1,8 @@
-"""bench-engine: how fast an engine decodes and prefills (offline), and how fast it starts (startup)."""
+"""bench-engine: how fast an engine decodes and prefills (offline) and starts (startup); times kernels (tune)."""
 
 import argparse
 import sys
+from typing import TYPE_CHECKING
 
 from castiron.runtime.command_line import (
     OneLineParser,
@@ -16,8 +17,13 @@ from castiron.runtime.command_line import (
 from castiron.runtime.errors import EXIT_USAGE, InputError
 from castiron.runtime.output_file import check_output_file, output_file
 
+if TYPE_CHECKING:  # imported by the command that needs them
+    from castiron.perf.cuda_timer import CudaTimer
+    from castiron.runtime.engine_file import EngineFile
+    from castiron.runtime.tuning_format import TuningInfo
+
 _DEFAULT_BATCHES = (1, 8, 16)
-_LATER = ("serving", "tune", "check")
+_LATER = ("serving", "check")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -63,13 +69,37 @@ def _parser() -> argparse.ArgumentParser:
             "--json", type=output_file, metavar="FILE", help="write a snapshot of the measurement"
         )
         add_engine_options(command)
+
+    tune = commands.add_parser(
+        "tune", help="time the candidate kernels of a tuning engine on this GPU", allow_abbrev=False
+    )
+    tune.add_argument(
+        "engine", type=engine_path, metavar="ENGINE", help="made by build-engine with its flag for tuning"
+    )
+    tune.add_argument(
+        "--json",
+        type=output_file,
+        metavar="FILE",
+        help="write the times, for a build's --tactics; what the file has stays, but for equal keys",
+    )
     return parser
 
 
 def _run(args: argparse.Namespace, argv: list[str]) -> int:
     if args.json is not None:  # told now rather than after minutes of measuring
         check_output_file(args.json, ".json", args.engine)
-    return _run_offline(args, argv) if args.command == "offline" else _run_startup(args, argv)
+    if args.command != "tune":
+        _check_serves(args.engine)
+    run = {"offline": _run_offline, "startup": _run_startup, "tune": _run_tune}[args.command]
+    return run(args, argv)
+
+
+def _check_serves(path: str) -> None:
+    from castiron.runtime.engine_file import EngineFile
+    from castiron.runtime.engine_purpose import check_serves
+
+    with EngineFile.open(path) as engine:
+        check_serves(engine)
 
 
 def _run_offline(args: argparse.Namespace, argv: list[str]) -> int:
@@ -120,6 +150,31 @@ def _run_startup(args: argparse.Namespace, argv: list[str]) -> int:
     return 0
 
 
+def _run_tune(args: argparse.Namespace, argv: list[str]) -> int:
+    from castiron.configs.tuning_results import check_mergeable, merge_results, read_results, write_results
+    from castiron.perf.tune import measure
+    from castiron.runtime.engine_file import EngineFile
+    from castiron.runtime.tuning_format import read_tuning
+
+    with EngineFile.open(args.engine) as engine:
+        info = read_tuning(engine)
+        old = read_results(args.json) if args.json is not None and args.json.exists() else None
+        with open_timer(engine, info) as timer:
+            if old is not None:  # told now rather than after minutes of measuring
+                check_mergeable(old, info.target, timer.gpu, str(args.json))
+            results = measure(info, timer, argv, lambda line: print(line, flush=True))
+    if args.json is not None:
+        write_results(args.json, merge_results(old, results, str(args.json)))
+    return 0
+
+
+def open_timer(engine: "EngineFile", info: "TuningInfo") -> "CudaTimer":
+    """The GPU's timer. Raises EngineTargetError where there is no GPU that can run the engine."""
+    from castiron.perf.cuda_timer import CudaTimer
+
+    return CudaTimer(engine, info)
+
+
 def _write(args: argparse.Namespace, argv: list[str], metrics: dict[str, object]) -> None:
     if args.json is None:
         return
@@ -136,12 +191,13 @@ def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     if not argv:
         print(
-            "bench-engine: no command, expected offline or startup (see bench-engine --help)", file=sys.stderr
+            "bench-engine: no command, expected offline, startup or tune (see bench-engine --help)",
+            file=sys.stderr,
         )
         return EXIT_USAGE
     if argv[0] in _LATER:
         print(
-            f"bench-engine: {argv[0]} is not there yet in this version, expected offline or startup",
+            f"bench-engine: {argv[0]} is not there yet in this version, expected offline, startup or tune",
             file=sys.stderr,
         )
         return EXIT_USAGE

@@ -85,10 +85,14 @@ _F32_TILINGS = (  # of logits: n is large
 )
 
 
+def _num_row_tiles(tiling: Tiling, sizes: Sizes) -> int:
+    """Tiles of clusters for one tile of tokens."""
+    return -(-sizes["n"] // (tiling.rows * tiling.multicast))
+
+
 def _num_tiles(tiling: Tiling, sizes: Sizes) -> int:
     """Tiles of clusters at the capacity."""
-    rows = tiling.rows * tiling.multicast
-    return -(-sizes["n"] // rows) * -(-sizes["rows"] // tiling.tokens)
+    return _num_row_tiles(tiling, sizes) * -(-sizes["rows"] // tiling.tokens)
 
 
 def _grid(tiling: Tiling) -> Callable[[Sizes], Grid]:
@@ -132,7 +136,7 @@ def _cost(scheme: str, tiling: Tiling) -> Callable[[Sizes], float]:
         copies = waves * ctas_of_sm * copied / _SM_BYTES_PER_MICROSECOND
         passes = -(-sizes["rows"] // _GROUP_TOKENS)
         weight_bytes = -(-n // TILE_ROWS) * TILE_ROWS * k * weight_bytes_per_k * passes
-        readers = min(_num_tiles(tiling, {**sizes, "rows": 1}), at_once) * tiling.cluster
+        readers = min(_num_row_tiles(tiling, sizes), at_once) * tiling.cluster
         memory = weight_bytes / min(
             _MEMORY_BYTES_PER_MICROSECOND[per_sm], readers * _CTA_BYTES_PER_MICROSECOND[per_sm]
         )

@@ -96,6 +96,13 @@ def kernel_choices(summary: dict[str, Any]) -> list[dict[str, Any]]:
     return choices
 
 
+def tactic_choices(summary: dict[str, Any]) -> dict[str, Any]:
+    """The report's account of how kernels were chosen, key by key; {} if it has none."""
+    report = summary["report"]
+    tactics = report.get("tactics") if isinstance(report, dict) else None
+    return tactics if isinstance(tactics, dict) else {}
+
+
 def _count_kernels(header: PlanHeader, records: np.ndarray) -> dict[str, int]:
     counts = Counter(header.kernels[index].name for index in records["kernel"].tolist())
     return dict(sorted(counts.items()))

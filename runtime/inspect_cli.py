@@ -10,11 +10,11 @@ import msgspec
 from castiron.runtime.command_line import OneLineParser, engine_path, run_command, with_flags
 from castiron.runtime.diff_engines import Difference, diff_engines
 from castiron.runtime.engine_file import EngineFile
-from castiron.runtime.engine_summary import kernel_choices, summarize
+from castiron.runtime.engine_summary import kernel_choices, summarize, tactic_choices
 from castiron.runtime.errors import EXIT_FAILED, CastironError, WorkFailedError
 from castiron.runtime.output_file import check_output_file, output_file
 from castiron.runtime.printable import one_line
-from castiron.runtime.summary_text import difference_lines, summary_lines, tactic_lines
+from castiron.runtime.summary_text import difference_lines, summary_lines, tactic_key_lines, tactic_lines
 
 GRAPH_MEMBER = "graph.onnx"
 
@@ -63,7 +63,9 @@ def _show(args: argparse.Namespace) -> int:
         summary = summarize(engine_file)
         if args.tactics:
             tactics = kernel_choices(summary)
-            _print({"kernels": tactics} if args.json else tactic_lines(tactics))
+            keys = tactic_choices(summary)
+            as_json = {"kernels": tactics, **({"tactics": keys} if keys else {})}
+            _print(as_json if args.json else tactic_key_lines(keys) + tactic_lines(tactics))
         else:
             _print(summary if args.json else summary_lines(summary))
     return 0

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from castiron.runtime.devices.base import Device
 from castiron.runtime.engine_file import EngineFile
 from castiron.runtime.engine_options import EngineOptions, ServingLimits, resolve_limits
+from castiron.runtime.engine_purpose import check_serves
 from castiron.runtime.errors import InputError
 from castiron.runtime.kv_memory import GPU_FREE_MEMORY_SHARE, choose_num_blocks
 from castiron.runtime.manifest import Manifest
@@ -29,6 +30,7 @@ def load_engine(path: str | os.PathLike[str], options: EngineOptions) -> LoadedE
     """Open the file, choose the cache's size, load the device. Raises as LLMEngine.load says."""
     start_s = time.perf_counter()
     with EngineFile.open(path) as engine_file:
+        check_serves(engine_file)
         manifest = engine_file.manifest
         limits = resolve_limits(options, manifest.profile)
         header, _ = engine_file.plan()

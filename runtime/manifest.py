@@ -7,6 +7,7 @@ import msgspec
 FORMAT_MAJOR = 1
 FORMAT_MINOR = 0
 STEP_ABI_VERSION = 1
+PURPOSE_SERVING, PURPOSE_TUNING = "serving", "tuning"
 
 
 class Member(msgspec.Struct, frozen=True):
@@ -82,3 +83,4 @@ class Manifest(msgspec.Struct, frozen=True):
     features: tuple[str, ...]
     provenance: Provenance
     members: tuple[Member, ...]
+    purpose: str = PURPOSE_SERVING  # "tuning": its plans only time kernels (tuning_format.py)

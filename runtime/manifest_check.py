@@ -4,7 +4,7 @@ import re
 from typing import NoReturn
 
 from castiron.runtime.errors import EngineFormatError
-from castiron.runtime.manifest import Manifest
+from castiron.runtime.manifest import PURPOSE_SERVING, PURPOSE_TUNING, Manifest
 from castiron.runtime.printable import printable
 
 MAX_TOKENS = 1 << 24  # of a sequence or a step
@@ -31,6 +31,10 @@ def check_manifest(manifest: Manifest, label: str) -> None:
         check_range("model.eos_token_ids and bos_token_id", token_id, 0, model.vocab_size - 1, label)
     if manifest.target.kind not in ("cpu", "cuda"):
         refuse(label, f"target.kind is {printable(manifest.target.kind)}, expected cpu or cuda")
+    if manifest.purpose not in (PURPOSE_SERVING, PURPOSE_TUNING):
+        refuse(label, f"purpose is {printable(manifest.purpose)}, expected serving or tuning")
+    if manifest.purpose == PURPOSE_TUNING and manifest.target.kind != "cuda":
+        refuse(label, f"a tuning engine for {manifest.target.kind}, whose kernels have no rivals")
     if manifest.weights_source not in ("file", "dummy"):
         refuse(label, f"weights_source is {printable(manifest.weights_source)}, expected file or dummy")
     sizes = {}

@@ -8,7 +8,7 @@ bounded, so nothing can wrap. What the kernels then do with their parameters is 
 import numpy as np
 
 from castiron.runtime.devices import kernel_library
-from castiron.runtime.manifest import Manifest
+from castiron.runtime.manifest import PURPOSE_TUNING, Manifest
 from castiron.runtime.manifest_check import (
     MAX_CLASS_BYTES,
     MAX_SEQS,
@@ -40,7 +40,7 @@ def check_plan(header: PlanHeader, arrays: PlanArrays, manifest: Manifest, label
     _check_caches(header, manifest, label)
     for plan in header.plans:
         _check_plan_entry(plan, header, manifest, label)
-    _check_records(header, arrays, label)
+    _check_records(header, arrays, manifest, label)
     _check_dependencies(header, arrays, label)
     _check_relocations(header, arrays, manifest, label)
     if manifest.target.kind == "cpu" and manifest.target.kernel_abi_hash == kernel_library.abi_hash():
@@ -105,7 +105,8 @@ def _check_caches(header: PlanHeader, manifest: Manifest, label: str) -> None:
 def _check_plan_entry(plan: Plan, header: PlanHeader, manifest: Manifest, label: str) -> None:
     """The plan's kind, and that its bucket's arrays fit the memory classes."""
     name = printable(plan.name)
-    if plan.kind not in ("forward", "sample") or plan.ladder not in ("decode", "mixed"):
+    kinds = ("tune",) if manifest.purpose == PURPOSE_TUNING else ("forward", "sample")
+    if plan.kind not in kinds or plan.ladder not in ("decode", "mixed"):
         refuse(label, f"plan {name} is of kind {printable(plan.kind)}, ladder {printable(plan.ladder)}")
     bucket = plan.bucket
     check_range(f"max_tokens of plan {name}", bucket.max_tokens, 1, MAX_TOKENS, label)
@@ -118,15 +119,16 @@ def _check_plan_entry(plan: Plan, header: PlanHeader, manifest: Manifest, label:
         check_range("logits_offset", header.logits_offset, 0, header.arena_bytes - logits_bytes, label)
         if header.logits_offset % 4:
             refuse(label, f"logits_offset {header.logits_offset} is no multiple of 4")
-    else:
+    elif plan.kind == "sample":
         needed = layout(output_fields(), bucket_capacities(bucket))[1]
         check_range("staging_bytes", header.staging_bytes, needed, MAX_CLASS_BYTES, label)
 
 
-def _check_records(header: PlanHeader, arrays: PlanArrays, label: str) -> None:
+def _check_records(header: PlanHeader, arrays: PlanArrays, manifest: Manifest, label: str) -> None:
     records = arrays.records
-    if not any(plan.kind == "forward" for plan in header.plans):
-        refuse(label, "it has no forward plan")
+    main_kind = "tune" if manifest.purpose == PURPOSE_TUNING else "forward"
+    if not any(plan.kind == main_kind for plan in header.plans):
+        refuse(label, f"it has no {main_kind} plan")
     end = 0
     for plan in header.plans:
         if plan.records_start != end or not 0 <= plan.records_count <= len(records) - end:

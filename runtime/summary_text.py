@@ -72,6 +72,34 @@ def tactic_lines(choices: list[dict[str, Any]]) -> list[str]:
     return [one_line(line) for line in lines]
 
 
+def tactic_key_lines(tactics: dict[str, Any]) -> list[str]:
+    """Each launch key with the kernel taken, its time and the runners-up. The report may hold anything."""
+    entries = tactics.get("keys")
+    if not isinstance(entries, list) or not entries:
+        return []
+    counts = [tactics.get(name, 0) for name in ("measured", "by_cost_model", "stale")]
+    lines = [
+        f"tactics: {counts[0]} keys measured, {counts[1]} by cost model ({counts[2]} of them with stale times)"
+    ]
+    for entry in entries:
+        if not isinstance(entry, dict) or not isinstance(entry.get("key"), dict):
+            continue
+        key, origin = entry["key"], entry.get("origin")
+        sizes = key.get("sizes")
+        named = sizes.items() if isinstance(sizes, dict) else ()
+        text = " ".join(f"{name}={value}" for name, value in named)
+        lines.append(f"{entry.get('launches', 0)!s:>8}  {key.get('op')} {key.get('operands')} {text}")
+        kind = "measured" if origin == "measured" else "estimated"
+        why = {"stale": ", measured times are of other kernels or another compiler", "only": ", no other can"}
+        lines.append(
+            f"            {entry.get('kernel')}: {entry.get('us')} us {kind}{why.get(str(origin), '')}"
+        )
+        runners_up = entry.get("runners_up")
+        for name, us in runners_up.items() if isinstance(runners_up, dict) else ():
+            lines.append(f"            then {name}: {us} us")
+    return [one_line(line) for line in lines]
+
+
 def difference_lines(differences: list[Difference]) -> list[str]:
     """One line a difference, or that there is none."""
     if not differences:

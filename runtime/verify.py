@@ -7,6 +7,7 @@ import numpy as np
 
 from castiron.runtime.devices.base import Device
 from castiron.runtime.engine_file import EngineFile
+from castiron.runtime.engine_purpose import is_tuning
 from castiron.runtime.golden import GOLDEN_MEMBER, Comparison, GoldenCase, compare, read_golden
 from castiron.runtime.golden_forward import blocks_needed, sequence_logits
 from castiron.runtime.load_engine import open_device
@@ -52,6 +53,9 @@ def verify_engine(
     if damaged:
         detail = f"skipped, an engine with a damaged member is not run ({', '.join(damaged)})"
         add(Check("golden", False, detail, skipped=True))
+        return checks
+    if is_tuning(engine_file):
+        add(Check("golden", True, "a tuning engine computes no model's values: hashes only"))
         return checks
     if not engine_file.has(GOLDEN_MEMBER):
         add(Check("golden", True, "the engine holds no golden values (report.json says why): hashes only"))

@@ -6,6 +6,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from castiron.runtime.engine_file import EngineFile
+from castiron.runtime.engine_purpose import check_serves
 from castiron.runtime.errors import EngineFormatError, RequestError
 from castiron.server.tokenizer import Tokenizer
 
@@ -23,8 +24,10 @@ class TextFront:
 
     @classmethod
     def load(cls, engine_path: str | os.PathLike[str]) -> "TextFront":
-        """Raises as EngineFile.open does, or EngineFormatError if there is no usable tokenizer in it."""
+        """Raises as EngineFile.open does, or EngineFormatError if there is no usable tokenizer in it, InputError for
+        a tuning engine."""
         with EngineFile.open(engine_path) as engine:
+            check_serves(engine)
             return cls(engine.tokenizer_members(), engine.manifest.model.bos_token_id)
 
     def _find_template(self, members: Mapping[str, bytes]) -> str | None:

@@ -58,6 +58,24 @@ def tiny_engine(tiny_checkpoint: Path, engines_folder: Path) -> Path:
     return build(tiny_checkpoint, engines_folder / "tiny.engine", "--quantize", "none")
 
 
+@pytest.fixture(scope="session")
+def tiny_bf16_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Llama for engines that run on CUDA."""
+    from tuning_builds import tiny_bf16
+
+    return tiny_bf16(tmp_path_factory.mktemp("tiny-bf16") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def tuning_engine(tiny_bf16_checkpoint: Path, engines_folder: Path) -> Path:
+    """Its tuning engine, whose cubins hold nothing."""
+    from tuning_builds import build_sm_90
+
+    path = engines_folder / "tiny.tune.engine"
+    build_sm_90(tiny_bf16_checkpoint, path, tune=True)
+    return path
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Long tests last, so that a failure of the short ones shows early."""
     items.sort(key=lambda item: item.get_closest_marker("long") is not None)

@@ -1,11 +1,20 @@
 """Which kernel computes a launch, bucket by bucket: by op, scheme, dtypes and sizes; a refusal says why not."""
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field, replace
 
 from castiron.builder.dims import format_dim
 from castiron.builder.graph import symbol_of
 from castiron.builder.plan.launches import Launch, LaunchShape, Program
+from castiron.builder.plan.tactics import (
+    Alternatives,
+    Candidate,
+    ReadSizes,
+    StoredTactics,
+    TacticUse,
+    decide,
+    tactic_key,
+)
 from castiron.builder.plan.views import View, is_dense
 from castiron.models.kernel_spec import KernelSpec
 from castiron.plugins_cuda.kernel_spec import CudaKernelSpec, Sizes
@@ -24,13 +33,19 @@ class KernelUse:
 
 
 class KernelChooser:
-    """Chooses among one target's kernels, and notes in `uses` what it chose and refused."""
+    """Chooses among one target's kernels, and notes in `uses` and `tactics` what it chose and refused."""
 
-    def __init__(self, specs: Iterable[KernelSpec], num_sms: int, target: str) -> None:
-        """num_sms: multiprocessors of the GPU, 0 on the CPU; target: its name, for messages."""
+    def __init__(
+        self, specs: Iterable[KernelSpec], num_sms: int, target: str, stored: StoredTactics | None = None
+    ) -> None:
+        """num_sms: multiprocessors of the GPU, 0 on the CPU; target: its name, for messages; stored: measured times."""
         self.uses: dict[str, KernelUse] = {}
+        self.tactics: dict[str, TacticUse] = {}  # by key; CUDA launches alone
         self._num_sms = num_sms
         self._target = target
+        self._stored = stored
+        self._alternatives: dict[Hashable, Alternatives] = {}  # of launches that look alike,
+        self._decisions: dict[Hashable, tuple[Candidate, TacticUse]] = {}  # and which of them is taken
         self._by_op: dict[str, list[KernelSpec]] = {}
         for spec in specs:
             self._by_op.setdefault(spec.op, []).append(spec)
@@ -42,37 +57,82 @@ class KernelChooser:
         """
         return replace(program, launches=tuple(self._choose(launch, bucket) for launch in program.launches))
 
-    def _choose(self, launch: Launch, bucket: Bucket) -> Launch:
-        candidates: list[tuple[float, KernelSpec, Sizes]] = []
-        refused: dict[str, str] = {}
-        for spec in self._by_op.get(launch.op, ()):
-            reason = why_not(spec, launch)
-            sizes: Sizes = {}
-            cost = 0.0
-            if isinstance(spec, CudaKernelSpec) and not reason:
-                sizes = {**_sizes(spec, launch, bucket), "num_sms": self._num_sms}
-                reason = spec.why_not(sizes)
-                cost = 0.0 if reason else spec.cost(sizes)
-            if reason:
-                refused[spec.name] = reason
-            else:
-                candidates.append((cost, spec, sizes))
-        if not candidates:
-            reasons = "; ".join(f"{name}: {reason}" for name, reason in refused.items())
+    def alternatives(self, launch: Launch, bucket: Bucket) -> Alternatives:
+        """The kernels that can compute the launch at the bucket's capacities.
+
+        Raises InputError listing each candidate and why it said no, if there is none.
+        """
+        look = _look(launch, bucket)
+        if look not in self._alternatives:
+            self._alternatives[look] = self._find(launch, bucket)
+        found = self._alternatives[look]
+        if not found.candidates:
+            reasons = "; ".join(f"{name}: {reason}" for name, reason in found.refused.items())
             raise InputError(
                 f"no {self._target} kernel for node {launch.node} ({launch.op}): "
                 f"{reasons or 'no kernel computes this op'}"
             )
-        _, chosen, sizes = min(candidates, key=lambda candidate: candidate[0])  # the first of equals
-        for cost, spec, _ in candidates:
-            if spec is not chosen:
-                refused[spec.name] = f"{chosen.name} comes first" + (
-                    f" (estimate {cost:.1f} us)" if cost else ""
-                )
-        use = self.uses.setdefault(chosen.name, KernelUse(launch.op, refused=refused))
-        use.launches += 1
-        shape = _launch_shape(chosen, sizes) if isinstance(chosen, CudaKernelSpec) else None
-        return replace(launch, spec=chosen, shape=shape)
+        return found
+
+    def _find(self, launch: Launch, bucket: Bucket) -> Alternatives:
+        candidates: list[Candidate] = []
+        refused: dict[str, str] = {}
+        possible: list[KernelSpec] = []  # refused by these sizes at most
+        all_sizes: dict[str, int] = {"num_sms": self._num_sms}
+        read: set[str] = set()
+        for spec in self._by_op.get(launch.op, ()):
+            reason = why_not(spec, launch)
+            cost, shape = 0.0, None
+            if not reason:
+                possible.append(spec)
+                if isinstance(spec, CudaKernelSpec):
+                    all_sizes = {**_sizes(spec, launch, bucket), **all_sizes}
+                    sizes = ReadSizes({**_sizes(spec, launch, bucket), "num_sms": self._num_sms}, read)
+                    reason = spec.why_not(sizes)
+                    if not reason:
+                        cost, shape = spec.cost(sizes), _launch_shape(spec, sizes)
+            if reason:
+                refused[spec.name] = reason
+            else:
+                candidates.append(Candidate(spec, cost, shape))
+        key = tactic_key(launch, possible, all_sizes, read)
+        return Alternatives(key, tuple(candidates), refused)
+
+    def _choose(self, launch: Launch, bucket: Bucket) -> Launch:
+        found = self.alternatives(launch, bucket)
+        look = _look(launch, bucket)
+        if look not in self._decisions:
+            self._decisions[look] = decide(found, self._stored)
+        chosen, tactic = self._decisions[look]
+        if chosen.shape is not None:
+            self.tactics.setdefault(tactic.key.text, tactic).launches += 1
+        spec = chosen.spec
+        if spec.name not in self.uses:
+            refused = dict(found.refused)
+            for candidate in found.candidates:
+                if candidate.spec is not spec:
+                    by_time = " by measured times" if tactic.origin == "measured" else ""
+                    refused[candidate.spec.name] = f"{spec.name} comes first{by_time}" + (
+                        f" (estimate {candidate.cost:.1f} us)" if candidate.cost else ""
+                    )
+            self.uses[spec.name] = KernelUse(launch.op, refused=refused)
+        self.uses[spec.name].launches += 1
+        return replace(launch, spec=spec, shape=chosen.shape)
+
+
+def _look(launch: Launch, bucket: Bucket) -> Hashable:
+    """All that the choice of a kernel depends on: launches of equal looks have the same candidates."""
+    views = tuple(map(_view_look, (*launch.inputs, *launch.outputs)))
+    return launch.op, len(launch.inputs), views, tuple(sorted(launch.attributes.items())), bucket
+
+
+def _view_look(view: View | None) -> Hashable:
+    if view is None:
+        return None
+    storage = view.storage
+    is_weight = storage.memory_class == MemoryClass.WEIGHTS
+    offset = view.offset if is_weight else 0
+    return storage.memory_class, storage.dtype, storage.shape, offset, view.shape, view.strides
 
 
 def _launch_shape(spec: CudaKernelSpec, sizes: Sizes) -> LaunchShape:

@@ -1,6 +1,6 @@
 """From traced programs to a plan: memory laid out, kernels chosen, one launch list a bucket and program."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -13,6 +13,7 @@ from castiron.builder.plan.launches import Launch, Program
 from castiron.builder.plan.liveness import Interval, check_disjoint, place
 from castiron.builder.plan.lower import LOGITS, lower
 from castiron.builder.plan.params import Placement, scratch_name, storage_bytes
+from castiron.builder.plan.tactics import TacticUse
 from castiron.builder.plan.views import ITEMSIZES
 from castiron.builder.plan.weights import WeightsLayout
 from castiron.models.kernel_spec import KernelSpec
@@ -39,6 +40,7 @@ class PlannedEngine:
     num_views: int  # view nodes that became no launch
     barriers: dict[str, int]  # plan -> records that wait for all before them
     arena_values_bytes: dict[str, int]  # plan -> bytes its arena values would take without sharing
+    tactics: dict[str, TacticUse] = field(default_factory=dict)  # by key
 
 
 def plan_engine(
@@ -64,17 +66,45 @@ def plan_engine(
     for number, (ladder, bucket) in enumerate(buckets):
         suffix = _bucket_name(ladder, bucket, buckets, number)
         capacities = bucket_capacities(bucket)
-        fixed = _fixed_offsets(groups, vocab_size, max_rows, capacities, weights, caches)
+        fixed = fixed_offsets(groups, vocab_size, max_rows, capacities, weights, caches)
         staging_bytes = max(staging_bytes, layout(output_fields(), capacities)[1])
         for program in (chooser.choose(program, bucket) for program in lowered):
             counters_bytes = max(counters_bytes, *(_counters_bytes(launch) for launch in program.launches))
             name = f"{program.name}.{suffix}"
-            symbols = {**_symbols(bucket), "max_rows": max_rows}
+            symbols = {**symbols_at(bucket), "max_rows": max_rows}
             offsets, end, unshared[name] = _place_arena(program, symbols)
             arena_bytes = max(arena_bytes, end)
             placement = Placement({**fixed.offsets, **offsets}, fixed.extents, symbols)
             emitter.add_plan(program, program.name.partition(".")[0], ladder, name, bucket, placement)
-    header = PlanHeader(
+    header = plan_header(
+        emitter, groups, caches, weights, vocab_size, max_rows, arena_bytes, counters_bytes, staging_bytes
+    )
+    arrays = emitter.arrays()
+    return PlannedEngine(
+        header=header,
+        arrays=arrays,
+        kernels=chooser.uses,
+        kernel_specs=emitter.kernel_specs,
+        num_views=sum(program.num_views for program in lowered),
+        barriers={plan.name: _count_barriers(arrays, plan) for plan in header.plans},
+        arena_values_bytes=unshared,
+        tactics=chooser.tactics,
+    )
+
+
+def plan_header(
+    emitter: PlanEmitter,
+    groups: tuple[CacheGroup, ...],
+    caches: tuple[CacheTensor, ...],
+    weights: WeightsLayout,
+    vocab_size: int,
+    max_rows: int,
+    arena_bytes: int,
+    counters_bytes: int,
+    staging_bytes: int,
+) -> PlanHeader:
+    """The header of all plans the emitter holds; the *_bytes are sizes of memory classes."""
+    return PlanHeader(
         kernels=emitter.kernels(),
         plans=tuple(emitter.plans),
         cache_groups=groups,
@@ -89,16 +119,6 @@ def plan_engine(
         exchange_bytes=0,
         staging_bytes=staging_bytes,
         logits_offset=0,
-    )
-    arrays = emitter.arrays()
-    return PlannedEngine(
-        header=header,
-        arrays=arrays,
-        kernels=chooser.uses,
-        kernel_specs=emitter.kernel_specs,
-        num_views=sum(program.num_views for program in lowered),
-        barriers={plan.name: _count_barriers(arrays, plan) for plan in header.plans},
-        arena_values_bytes=unshared,
     )
 
 
@@ -143,7 +163,7 @@ def _place_arena(
     return keyed, end, sum(interval.num_bytes for interval in intervals)
 
 
-def _fixed_offsets(
+def fixed_offsets(
     groups: tuple[CacheGroup, ...],
     vocab_size: int,
     max_rows: int,
@@ -174,7 +194,8 @@ def _counters_bytes(launch: Launch) -> int:
     return launch.shape.counters_bytes if launch.shape is not None else 0
 
 
-def _symbols(bucket: Bucket) -> dict[str, int]:
+def symbols_at(bucket: Bucket) -> dict[str, int]:
+    """The graph's symbols at the bucket's capacities."""
     return {"num_tokens": bucket.max_tokens, "num_seqs": bucket.max_seqs, "num_logits": bucket.max_logits}
 
 

@@ -223,6 +223,17 @@ class CudaDevice:
         start = self.header.plans[index].records_start
         return self._plans.build_chain([start + record for record in records])
 
+    def fill_memory(self, memory_class: MemoryClass, pattern: np.ndarray) -> None:
+        """Repeat these bytes (uint8) over all of a memory class, for timings on ordinary values."""
+        memory = self._memory[memory_class]
+        done = min(pattern.nbytes, memory.num_bytes)
+        if done:
+            check(driver.cuMemcpyHtoD(memory.address, pattern.ctypes.data, done), "filling memory")
+        while done < memory.num_bytes:
+            count = min(done, memory.num_bytes - done)
+            check(driver.cuMemcpyDtoD(memory.address + done, memory.address, count), "filling memory")
+            done += count
+
     def close(self) -> None:
         """Free everything. Calling it twice is fine."""
         if self._is_closed:

@@ -64,7 +64,7 @@ def test_every_flag_reaches_its_option() -> None:
         (["m", "-o", "x", "--quantize", "keeps"], "did you mean keep"),
         (["m", "-o", "x", "--compute", "fp16"], "expected one of auto, f32, bf16, int8"),
         (["m", "-o", "x", "--weights", "rand"], "did you mean random"),
-        (["m", "-o", "x", "--tune"], "--tune needs CUDA kernels"),
+        (["m", "-o", "x", "--tune"], "--tune is for CUDA targets"),
         (["m", "-o", "x", "--max-seqs", "0"], "--max-seqs: '0' is not a positive whole number"),
         (["m", "-o", "x", "--max-seq-len", "-5"], "--max-seq-len: '-5' is not a positive whole number"),
         (["m", "-o", "x", "--max-batched-tokens", "1.5"], "'1.5' is not a positive whole number"),

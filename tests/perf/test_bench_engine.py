@@ -238,7 +238,7 @@ def test_a_prompt_longer_than_a_sequence_is_told_before_anything_starts(
     assert main(["startup", str(tiny_engine), "--prompt-len", "99999"]) == 2
     assert "--prompt-len is 99999, a sequence may have" in capsys.readouterr().err
     assert main([]) == 2
-    assert "offline or startup" in capsys.readouterr().err
+    assert "offline, startup or tune" in capsys.readouterr().err
 
 
 def test_a_target_that_can_not_be_written_is_found_before_measuring(
