@@ -6,10 +6,11 @@ from collections.abc import Iterable
 import numpy as np
 
 from castiron.builder.checkpoint.dequantize import dequantize
+from castiron.builder.checkpoint.fp8_blocks import dequantize_fp8, join_fp8
 from castiron.builder.parameters import Parameter
 from castiron.builder.plan.layouts import layout_of
 from castiron.builder.plan.weights import WeightsLayout
-from castiron.models.schemes import SCHEMES
+from castiron.models.schemes import SCHEMES, row_bytes
 from castiron.runtime.dummy_weights import DummyTensor, dummy_chunks
 
 _NORM_SPREAD = 0.3  # norm weights are 1 +- this: a dropped one shows
@@ -17,14 +18,43 @@ _BIAS_SPREAD = 0.1
 _SCALE_SPREAD = 0.25  # of a block's scale, relative
 
 
-def dummy_tensor(parameter: Parameter, weights_offset: int) -> DummyTensor:
-    """How to make up a parameter that isn't a constant, in its layout."""
+def parameter_tensors(parameter: Parameter, weights_offset: int) -> tuple[DummyTensor, ...]:
+    """How to make up a parameter that isn't a constant, in its layout: pieces one after the other."""
     assert parameter.constant is None
+    if parameter.scheme == "fp8":
+        return _fp8_tensors(parameter, weights_offset)
+    return (_tensor(parameter, weights_offset),)
+
+
+def _fp8_tensors(parameter: Parameter, weights_offset: int) -> tuple[DummyTensor, DummyTensor]:
+    """The codes in tiles, then the rows' scales."""
+    n, k = parameter.shape
+    layout = layout_of(parameter)
+    scale_bytes = layout.tail_bytes("fp8", n)
+    code_bytes = layout.packed_bytes("fp8", n, k) - scale_bytes
+    codes = DummyTensor(parameter.name, weights_offset, code_bytes, "e4m3", 0.0, 0.0)
+    scale = 1 / math.sqrt(k) / _fp8_deviation()
+    scales_offset = weights_offset + code_bytes
+    scales = DummyTensor(
+        f"{parameter.name}.scales", scales_offset, scale_bytes, "f32", scale, scale * _SCALE_SPREAD
+    )
+    return codes, scales
+
+
+def _fp8_deviation() -> float:
+    """Standard deviation of made-up e4m3 values: every finite code alike, but the largest twice."""
+    codes = np.arange(256, dtype=np.uint8)
+    codes -= (codes & 0x7F) == 0x7F
+    values = dequantize_fp8(join_fp8(np.ones(1, np.float32), codes[None]))
+    return float(values.std(dtype=np.float64))
+
+
+def _tensor(parameter: Parameter, weights_offset: int) -> DummyTensor:
     scheme = SCHEMES[parameter.scheme]
     layout = layout_of(parameter)
     if len(parameter.shape) == 1:
         is_bias = parameter.name.endswith(".bias")
-        num_bytes = layout.row_bytes(parameter.scheme, parameter.shape[0])
+        num_bytes = row_bytes(parameter.scheme, parameter.shape[0])
         mean, spread = (0.0, _BIAS_SPREAD) if is_bias else (1.0, _NORM_SPREAD)
         return DummyTensor(parameter.name, weights_offset, num_bytes, scheme.name, mean, spread)
     n, k = parameter.shape
@@ -53,13 +83,15 @@ def dummy_tensor(parameter: Parameter, weights_offset: int) -> DummyTensor:
 
 def dummy_tensors(parameters: Iterable[Parameter], layout: WeightsLayout) -> list[DummyTensor]:
     """How to make up all parameters that aren't constants, at their places."""
-    return [dummy_tensor(p, layout.places[p.name][0]) for p in parameters if p.constant is None]
+    made_up = [p for p in parameters if p.constant is None]
+    return [tensor for p in made_up for tensor in parameter_tensors(p, layout.places[p.name][0])]
 
 
 def dummy_values(parameter: Parameter) -> np.ndarray:
     """The float32 values, of the parameter's shape, that its made-up bytes stand for."""
-    tensor = dummy_tensor(parameter, 0)
-    packed = np.concatenate(list(dummy_chunks(tensor)))
+    packed = np.concatenate(
+        [chunk for tensor in parameter_tensors(parameter, 0) for chunk in dummy_chunks(tensor)]
+    )
     if len(parameter.shape) == 1:
         return dequantize(parameter.scheme, packed.reshape(1, -1), parameter.shape[0]).reshape(-1)
     n, k = parameter.shape

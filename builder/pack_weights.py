@@ -6,11 +6,12 @@ import numpy as np
 
 from castiron.builder.checkpoint import Checkpoint
 from castiron.builder.checkpoint.parameter_data import read_parameter_rows
-from castiron.builder.dummy_tensors import dummy_tensor
+from castiron.builder.dummy_tensors import parameter_tensors
 from castiron.builder.parameters import Parameter
 from castiron.builder.plan.layouts import layout_of
 from castiron.builder.plan.weights import WeightsLayout, parameter_bytes
 from castiron.builder.safetensors_writer import encode_header
+from castiron.models.schemes import row_bytes
 from castiron.runtime.dummy_weights import dummy_chunks
 from castiron.runtime.engine_file_writer import EngineFileWriter
 from castiron.runtime.errors import WorkFailedError
@@ -33,11 +34,16 @@ def checkpoint_chunks(checkpoint: Checkpoint) -> PackedChunks:
             return
         n, k = parameter.shape
         layout = layout_of(parameter)
-        panel_bytes = layout.row_bytes(parameter.scheme, k) * layout.ROWS_TOGETHER
+        panel_bytes = row_bytes(parameter.scheme, k) * layout.ROWS_TOGETHER
         num_rows = max(1, SLICE_BYTES // panel_bytes) * layout.ROWS_TOGETHER
+        tails = []
         for start in range(0, n, num_rows):
             rows = read_parameter_rows(checkpoint, parameter, start, min(n, start + num_rows))
-            yield layout.pack(parameter.scheme, rows, k)
+            packed = layout.pack(parameter.scheme, rows, k)
+            tail_start = packed.size - layout.tail_bytes(parameter.scheme, len(rows))
+            yield packed[:tail_start]
+            tails.append(packed[tail_start:].copy())
+        yield from tails
 
     return chunks
 
@@ -47,7 +53,8 @@ def random_chunks(parameter: Parameter) -> Iterator[np.ndarray]:
     if parameter.constant is not None:
         yield constant_bytes(parameter)
     else:
-        yield from dummy_chunks(dummy_tensor(parameter, 0))
+        for tensor in parameter_tensors(parameter, 0):
+            yield from dummy_chunks(tensor)
 
 
 def constant_bytes(parameter: Parameter) -> np.ndarray:

@@ -17,21 +17,23 @@ COUNTER_BYTES = 32  # random bytes one counter value gives
 CHUNK_BYTES = 4 << 20
 MAX_UNIT_BYTES = 1 << 16
 
-_ITEMSIZES = {"f32": 4, "f16": 2, "bf16": 2, "codes": 1}
+_ITEMSIZES = {"f32": 4, "f16": 2, "bf16": 2, "e4m3": 1, "codes": 1}
+_E4M3_NAN = np.uint8(0x7F)  # whatever the sign
 
 
 class DummyTensor(msgspec.Struct, frozen=True):
     """One parameter to make up.
 
-    Dense elements are mean + amplitude * u, u uniform in [-1, 1) with 16 bits. Of "codes", every unit is
-    random bytes that begin with `scales_per_unit` scales = mean + amplitude * u and, where minimum_factor isn't 0,
+    Dense elements are mean + amplitude * u, u uniform in [-1, 1) with 16 bits. Of "e4m3", they are random bytes,
+    NaN replaced by the largest number (its neighbour); mean and amplitude say nothing. Of "codes", every unit is random
+    bytes that begin with `scales_per_unit` scales = mean + amplitude * u and, where minimum_factor isn't 0,
     as many f16 minimums = minimum_factor * scale; where has_zero_points, as many bytes 0..15.
     """
 
     name: str
     weights_offset: int  # bytes, in memory class `weights`
     num_bytes: int
-    element: str  # "f32", "f16", "bf16", or "codes"
+    element: str  # "f32", "f16", "bf16", "e4m3", or "codes"
     mean: float
     amplitude: float
     unit_bytes: int = COUNTER_BYTES  # of "codes"; a multiple of 32
@@ -92,6 +94,9 @@ def unit_bytes(tensor: DummyTensor) -> int:
 
 def dummy_units(tensor: DummyTensor, first: int, count: int) -> np.ndarray:
     """Units first .. first + count of the tensor, uint8 and flat."""
+    if tensor.element == "e4m3":
+        codes = _random_bytes(tensor.name, first, count)
+        return codes - ((codes & _E4M3_NAN) == _E4M3_NAN)
     if tensor.element != "codes":
         return _dense(tensor, _random_bytes(tensor.name, 2 * first, 2 * count).view("<u2"))
     unit = tensor.unit_bytes

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from castiron.builder.dummy_tensors import dummy_tensor, dummy_values
+from castiron.builder.dummy_tensors import dummy_values, parameter_tensors
 from castiron.builder.parameters import Parameter, Part
 from castiron.builder.weight_values import made_up_values
 from castiron.models.schemes import schemes_for
@@ -43,12 +43,13 @@ def test_values_are_finite_with_mean_0_and_deviation_one_over_root_fan_in(layout
 
 @pytest.mark.parametrize(("layout", "scheme"), STORED)
 def test_any_slice_gives_the_bytes_of_the_whole(layout: str, scheme: str) -> None:
-    tensor = dummy_tensor(matrix(scheme, layout=layout), 0)
-    whole = np.concatenate(list(dummy_chunks(tensor)))
-    assert whole.size == tensor.num_bytes
-    unit = unit_bytes(tensor)
-    for first, count in ((0, 1), (1, 2), (2, 2), (tensor.num_bytes // unit - 1, 1)):
-        assert np.array_equal(dummy_units(tensor, first, count), whole[first * unit : (first + count) * unit])
+    for tensor in parameter_tensors(matrix(scheme, layout=layout), 0):
+        whole = np.concatenate(list(dummy_chunks(tensor)))
+        assert whole.size == tensor.num_bytes
+        unit = unit_bytes(tensor)
+        for first, count in ((0, 1), (1, 2), (2, 2), (tensor.num_bytes // unit - 1, 1)):
+            expected = whole[first * unit : (first + count) * unit]
+            assert np.array_equal(dummy_units(tensor, first, count), expected)
 
 
 def test_tensors_of_different_names_differ_and_the_same_name_repeats() -> None:
@@ -65,8 +66,12 @@ def test_norm_weights_are_near_one_and_biases_near_zero() -> None:
 
 
 def test_the_list_in_an_engine_reads_back_and_fills_each_tensor_in_its_place() -> None:
-    tensors = [dummy_tensor(matrix("q4_1", name="a"), 256), dummy_tensor(matrix("f32", name="b"), 1 << 20)]
-    end = tensors[1].weights_offset + tensors[1].num_bytes
+    tensors = [
+        *parameter_tensors(matrix("q4_1", name="a"), 256),
+        *parameter_tensors(matrix("f32", name="b"), 1 << 20),
+        *parameter_tensors(matrix("fp8", name="c", layout="m64"), 2 << 20),
+    ]
+    end = tensors[-1].weights_offset + tensors[-1].num_bytes
     assert list(decode_dummy_tensors(encode_dummy_tensors(tensors), end)) == tensors
     weights = np.zeros(end, np.uint8)
     fill_dummy_weights(tensors, weights)
@@ -78,18 +83,31 @@ def test_the_list_in_an_engine_reads_back_and_fills_each_tensor_in_its_place() -
 
 def test_made_up_zero_points_are_those_of_4_bits() -> None:
     parameter = matrix("int4_g64z", layout="m64")
-    packed = np.concatenate(list(dummy_chunks(dummy_tensor(parameter, 0)))).reshape(-1, 128 + 64 + 2048)
+    (tensor,) = parameter_tensors(parameter, 0)
+    packed = np.concatenate(list(dummy_chunks(tensor))).reshape(-1, 128 + 64 + 2048)
     assert sorted(np.unique(packed[:, 128:192])) == list(range(16))
 
 
+def test_made_up_float8_codes_are_all_the_finite_ones_and_row_scales_follow_them() -> None:
+    parameter = matrix("fp8", rows=70, columns=1040, layout="m64")
+    codes, scales = parameter_tensors(parameter, 0)
+    assert (codes.num_bytes, scales.weights_offset, scales.num_bytes) == (2 * 9 * 8192, 2 * 9 * 8192, 128 * 4)
+    whole = np.concatenate(list(dummy_chunks(codes)))
+    assert np.array_equal(dummy_units(codes, 37, 50), whole[37:87])
+    found = set(np.unique(whole))
+    assert found == set(range(256)) - {0x7F, 0xFF}
+    rows = np.concatenate(list(dummy_chunks(scales))).view(np.float32)
+    assert (rows > 0).all() and len(np.unique(rows)) > 100
+
+
 def test_unknown_scale_types_are_refused() -> None:
-    data = encode_dummy_tensors([dummy_tensor(matrix("int4_g32", layout="m64"), 0)])
+    data = encode_dummy_tensors(parameter_tensors(matrix("int4_g32", layout="m64"), 0))
     with pytest.raises(ValueError, match="has scales of 'bf8'"):
         decode_dummy_tensors(data.replace(b'"scale_element":"bf16"', b'"scale_element":"bf8"'), 1 << 20)
 
 
 def test_a_list_that_reaches_outside_the_weights_is_refused() -> None:
-    data = encode_dummy_tensors([dummy_tensor(matrix("q4_1"), 256)])
+    data = encode_dummy_tensors(parameter_tensors(matrix("q4_1"), 256))
     with pytest.raises(ValueError, match="lies outside the weights"):
         decode_dummy_tensors(data, 256)
 
