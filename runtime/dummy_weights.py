@@ -96,7 +96,8 @@ def dummy_units(tensor: DummyTensor, first: int, count: int) -> np.ndarray:
     """Units first .. first + count of the tensor, uint8 and flat."""
     if tensor.element == "e4m3":
         codes = _random_bytes(tensor.name, first, count)
-        return codes - ((codes & _E4M3_NAN) == _E4M3_NAN)
+        codes -= (codes & _E4M3_NAN) == _E4M3_NAN
+        return codes
     if tensor.element != "codes":
         return _dense(tensor, _random_bytes(tensor.name, 2 * first, 2 * count).view("<u2"))
     unit = tensor.unit_bytes

@@ -73,7 +73,9 @@ def write_float_quantized(
             stored |= {name: codes, f"{name}_scale": scale}
             meant[name] = codes.float() * scale.float()
             if static:
-                stored[name.removesuffix("weight") + "input_scale"] = torch.tensor(INPUT_SCALE).to(scale_dtype)
+                stored[name.removesuffix("weight") + "input_scale"] = torch.tensor(INPUT_SCALE).to(
+                    scale_dtype
+                )
         else:
             stored[name], meant[name] = tensor, tensor.float()
     save_file(stored, target / "model.safetensors")

@@ -183,9 +183,11 @@ class Checkpoint:
     def _row_scales(self, info: TensorInfo, start: int, stop: int) -> np.ndarray:
         """float32 [stop - start] of a tensor that holds a scale for each row, [n] or [n, 1], or one for all."""
         if info.num_rows > 1:
-            return dequantize(info.scheme, self.read_stored(info, start, stop), 1)[:, 0]
-        values = dequantize(info.scheme, self.read_stored(info, 0, 1), info.num_cols)[0]
-        return values[start:stop] if values.size > 1 else values.repeat(stop - start)
+            values = dequantize(info.scheme, self.read_stored(info, start, stop), 1).reshape(-1)
+        else:
+            values = dequantize(info.scheme, self.read_stored(info, 0, 1), info.num_cols).reshape(-1)
+            values = values[start:stop] if values.size > 1 else values.repeat(stop - start)
+        return values
 
     def _descriptor(self, path: Path) -> int:
         if path not in self._descriptors:

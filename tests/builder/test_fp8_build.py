@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 import torch
 from float_quantized import INPUT_SCALE, write_float_quantized
-from paged_steps import make_tokens, run_in_chunks, trace_checkpoint
+from paged_steps import run_in_chunks, trace_checkpoint
 from safetensors.numpy import load
+from safetensors.torch import load_file
 from tiny_checkpoints import save_tiny_checkpoint
 
 from castiron.builder import build as build_module
@@ -99,12 +100,13 @@ def test_float8_checkpoints_keep_their_values(
             assert np.array_equal(weight(engine, name), expected), name
         golden = load(engine.member("golden.safetensors"))
         assert b"linear_fp8" in engine.member("graph.onnx")
-    # the golden logits are those of stage 0, which quantizes activations, but for keys and values as bf16
+    # the golden logits are those of stage 0, which quantizes activations, but for keys and values as bf16: some
+    # activations are rounded to another float8 then
     program, _, load_parameter = trace_checkpoint(folder)
     ids, rows = golden["case.0.token_ids"], golden["case.0.rows"]
     (logits,) = run_in_chunks(program, load_parameter, [ids.tolist()], 64)
     expected = np.take_along_axis(logits.numpy()[rows], golden["case.0.logit_ids"].astype(np.int64), axis=1)
-    assert np.linalg.norm(golden["case.0.logits"] - expected) / np.linalg.norm(expected) < 0.05
+    assert np.linalg.norm(golden["case.0.logits"] - expected) / np.linalg.norm(expected) < 0.12
     scale = program.parameters["layers.0.q.weight"].input_scale
     assert scale == (float(torch.tensor(INPUT_SCALE).bfloat16()) if static else 0)
 
@@ -117,8 +119,6 @@ def test_dense_checkpoints_are_rounded_on_request(dense: Path, tmp_path: Path) -
     assert 0.015 < result.report["quantization_error"] < 0.035
     with EngineFile.open(tmp_path / "x.engine") as engine:
         values = weight(engine, "down")
-    from safetensors.torch import load_file
-
     exact = load_file(dense / "model.safetensors")[f"{LAYER}mlp.down_proj.weight"].float().numpy()
     assert np.linalg.norm(values - exact) / np.linalg.norm(exact) < 0.035
     np.testing.assert_allclose(np.abs(values).max(axis=1), np.abs(exact).max(axis=1), rtol=1e-6)

@@ -30,7 +30,9 @@ def test_a_static_scale_is_every_tokens_and_saturates() -> None:
     x = torch.tensor([[500.0, -900.0, 1.0, 0.0], [448.0, 464.0, -0.0, 17.0]])
     q, scale = fp8_ops.quantize_fp8(x, 0.5)
     assert torch.equal(scale, torch.tensor([0.5, 0.5]))
-    expected = torch.tensor([[448.0, -448.0, 2.0, 0.0], [448.0, 448.0, 0.0, 32.0]])  # 34 is between 32 and 36: to even
+    expected = torch.tensor(
+        [[448.0, -448.0, 2.0, 0.0], [448.0, 448.0, 0.0, 32.0]]
+    )  # 34 is between 32 and 36: to even
     assert torch.equal(q.float(), expected)
 
 
@@ -71,7 +73,9 @@ def test_fused_ops_equal_their_parts(input_scale: float) -> None:
             assert torch.equal(ours.float(), wanted), name
 
 
-@pytest.mark.parametrize("op", ["quantize_fp8", "linear_fp8", "rms_norm_fp8", "add_rms_norm_fp8", "silu_mul_fp8"])
+@pytest.mark.parametrize(
+    "op", ["quantize_fp8", "linear_fp8", "rms_norm_fp8", "add_rms_norm_fp8", "silu_mul_fp8"]
+)
 def test_shape_rules_give_the_references_shapes_and_types(op: str) -> None:
     x = random(6, 32)
     q, scale = fp8_ops.quantize_fp8(x, 0.0)

@@ -196,7 +196,7 @@ def test_no_quantization_is_none(config: dict[str, Any]) -> None:
         ({"quantization_config": {"quant_method": "awq"}}, "quantized (awq), which isn't supported: give a compr"),
         ({"quantization_config": {"bits": 4}}, "quantized (method not named)"),
         ({"compression_config": "x"}, "quantized (x)"),
-        (config_with(format="naive-quantized"), "format = 'naive-quantized', expected pack-quantized or float-quantized"),
+        (config_with(format="naive-quantized"), "format = 'naive-quantized', expected pack-quantized or float-q"),
         (config_with(config_groups={}), "has config_groups = {}, expected at least one group"),
         (config_with(config_groups={"a": {"targets": ["Linear"]}}), "expected groups with targets and weights"),
         (config_with(num_bits=8), "has num_bits = 8, expected 4"),

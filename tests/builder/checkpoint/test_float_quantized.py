@@ -64,8 +64,12 @@ def test_the_older_fp8_method_is_read_alike(dense: Path, tmp_path: Path, static:
     folder, meant = write_float_quantized(dense, tmp_path / "q", False, static, torch.float32, config)
     with open_checkpoint(folder) as checkpoint:
         parameters = bind_model(checkpoint).parameters
-        assert torch.equal(load_parameter(checkpoint, parameters["layers.0.down.weight"]), meant[DOWN + ".weight"])
-        assert parameters["layers.0.down.weight"].input_scale == (float(np.float32(INPUT_SCALE)) if static else 0)
+        assert torch.equal(
+            load_parameter(checkpoint, parameters["layers.0.down.weight"]), meant[DOWN + ".weight"]
+        )
+        assert parameters["layers.0.down.weight"].input_scale == (
+            float(np.float32(INPUT_SCALE)) if static else 0
+        )
 
 
 def test_scales_of_one_element_and_of_a_column_are_alike(dense: Path, tmp_path: Path) -> None:
@@ -75,7 +79,9 @@ def test_scales_of_one_element_and_of_a_column_are_alike(dense: Path, tmp_path: 
         rows = checkpoint.read_rows(DOWN + ".weight", 5, 64)
         assert np.array_equal(dequantize("fp8", rows, 144), meant[DOWN + ".weight"].numpy()[5:])
     folder, meant = write_float_quantized(dense, tmp_path / "t", per_channel=False)
-    edit_tensors(folder, weight_scale=load_file(folder / "model.safetensors")[f"{DOWN}.weight_scale"].reshape(1))
+    edit_tensors(
+        folder, weight_scale=load_file(folder / "model.safetensors")[f"{DOWN}.weight_scale"].reshape(1)
+    )
     with open_checkpoint(folder) as checkpoint:
         rows = checkpoint.read_rows(DOWN + ".weight", 5, 64)
         assert np.array_equal(dequantize("fp8", rows, 144), meant[DOWN + ".weight"].numpy()[5:])
@@ -143,7 +149,9 @@ def test_a_damaged_scale_is_found_when_it_is_read(dense: Path, tmp_path: Path, v
     edit_tensors(folder, weight_scale=scale)
     with (
         open_checkpoint(folder) as checkpoint,
-        pytest.raises(CheckpointError, match=r"down_proj\.weight: a scale of its float8 rows is not a positive"),
+        pytest.raises(
+            CheckpointError, match=r"down_proj\.weight: a scale of its float8 rows is not a positive"
+        ),
     ):
         load_parameter(checkpoint, bind_model(checkpoint).parameters["layers.0.down.weight"])
 
@@ -196,8 +204,8 @@ def test_layers_the_older_method_ignores_include_what_is_inside_them() -> None:
         (quantization_config(group={"output_activations": {"num_bits": 8}}), "output_activations = {'num_bits': 8}"),
         (quantization_config(activations={"num_bits": 4}), "has num_bits = 4, expected 8"),
         (quantization_config(activations={"symmetric": False}), "has symmetric = False, expected True"),
-        (quantization_config(activations={"strategy": "tensor"}), "input_activations.strategy = 'tensor', expected token"),
-        (quantization_config(activations={"strategy": "group"}), "input_activations.strategy = 'group', expected token"),
+        (quantization_config(activations={"strategy": "tensor"}), "activations.strategy = 'tensor', expected token"),
+        (quantization_config(activations={"strategy": "group"}), "activations.strategy = 'group', expected token"),
         (quantization_config(activations={"dynamic": "local"}), "has dynamic = 'local', expected True or False"),
         (quantization_config(static=True, activations={"strategy": "token"}), "strategy = 'token', expected tensor"),
         (quantization_config(kv_cache_scheme={"num_bits": 8}), "kv_cache_scheme = {'num_bits': 8}, which may change"),

@@ -17,10 +17,15 @@ def test_all_finite_codes_decode_as_torch() -> None:
 
 
 def test_rounding_is_to_nearest_even_with_the_rows_largest_magnitude_at_448() -> None:
-    values = np.random.default_rng(0).standard_normal((40, 200), np.float32) * np.logspace(-8, 8, 40, dtype=np.float32)[:, None]
+    values = (
+        np.random.default_rng(0).standard_normal((40, 200), np.float32)
+        * np.logspace(-8, 8, 40, dtype=np.float32)[:, None]
+    )
     scale, codes = split_fp8(quantize_fp8(values))
     assert np.array_equal(scale, np.abs(values).max(axis=1) / np.float32(448))
-    expected = (torch.from_numpy(values) / torch.from_numpy(scale)[:, None]).clamp(-448, 448).to(torch.float8_e4m3fn)
+    expected = (
+        (torch.from_numpy(values) / torch.from_numpy(scale)[:, None]).clamp(-448, 448).to(torch.float8_e4m3fn)
+    )
     assert np.array_equal(codes, expected.view(torch.uint8).numpy())
     back = dequantize("fp8", quantize_fp8(values), 200)
     assert np.linalg.norm(back - values, axis=1).max() / np.linalg.norm(values, axis=1).max() < 0.03
