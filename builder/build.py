@@ -12,7 +12,7 @@ import msgspec
 
 from castiron.builder.background import Background
 from castiron.builder.checkpoint import Checkpoint
-from castiron.builder.checkpoint.compressed_tensors import scale_warnings
+from castiron.builder.checkpoint.pack_quantized import scale_warnings
 from castiron.builder.choose_schemes import choose_schemes
 from castiron.builder.collection_paused import collection_paused
 from castiron.builder.describe_build import describe_plan_text, size_text

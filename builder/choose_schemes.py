@@ -9,8 +9,10 @@ from castiron.models.decoder import EMBEDDING, LM_HEAD
 from castiron.models.schemes import SCHEMES
 from castiron.runtime.errors import InputError
 
-# what --quantize int4 makes of a linear: the first whose groups divide its rows; one that none fits stays dense
 _INT4_SCHEMES = ("int4_g128", "int4_g64", "int4_g32")
+# what a mode makes of a dense linear: the first scheme that fits its rows; one that none fits stays dense
+_ROUNDED = {"int4": _INT4_SCHEMES, "fp8": ("fp8",)}
+_FP8_COLUMNS = 16  # rows of fp8 are whole 16-byte runs: kernels copy such
 
 
 def choose_schemes(
@@ -21,8 +23,8 @@ def choose_schemes(
     Vectors are always f32. Raises InputError for a compute mode the weights or the target don't allow, and for weights
     that no kernel of the target reads.
     """
-    if quantize == "int4":
-        _check_kernels(_INT4_SCHEMES[0], "--quantize int4", target)
+    if quantize in _ROUNDED:
+        _check_kernels(_ROUNDED[quantize][0], f"--quantize {quantize}", target)
     matrices = [p.source_scheme for p in parameters.values() if _is_matrix(p)]
     resolved = resolve_compute(compute, quantize, matrices, target)
     chosen = {}
@@ -30,9 +32,14 @@ def choose_schemes(
         scheme = parameter.scheme
         if _is_matrix(parameter):
             scheme = stored_scheme(parameter.source_scheme, quantize, resolved, target)
-            if quantize == "int4" and name not in (EMBEDDING, LM_HEAD):
-                scheme = _int4_scheme(scheme, parameter.shape[-1])
+            if quantize in _ROUNDED and name not in (EMBEDDING, LM_HEAD):
+                scheme = _rounded_scheme(scheme, quantize, parameter.shape[-1])
             _check_kernels(scheme, f"weight {name}, stored as {scheme},", target)
+            if not _fits(scheme, parameter.shape[-1]):
+                raise InputError(
+                    f"weight {name} has {parameter.shape[-1]} columns, kernels of {scheme} need a multiple of"
+                    f" {_FP8_COLUMNS}: use --quantize none"
+                )
         chosen[name] = replace(parameter, scheme=scheme, layout=target.layout)
     return chosen, resolved
 
@@ -70,10 +77,14 @@ def _is_matrix(parameter: Parameter) -> bool:
     return parameter.constant is None and len(parameter.shape) > 1
 
 
-def _int4_scheme(dense: str, k: int) -> str:
+def _rounded_scheme(dense: str, quantize: str, k: int) -> str:
     if SCHEMES[dense].is_quantized:
         return dense
-    return next((scheme for scheme in _INT4_SCHEMES if k % SCHEMES[scheme].block_size == 0), dense)
+    return next((scheme for scheme in _ROUNDED[quantize] if _fits(scheme, k)), dense)
+
+
+def _fits(scheme: str, k: int) -> bool:
+    return k % (_FP8_COLUMNS if scheme == "fp8" else SCHEMES[scheme].block_size) == 0
 
 
 def _check_kernels(scheme: str, what: str, target: Target) -> None:

@@ -69,7 +69,8 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--quantize",
         metavar="|".join(modes),
-        help="keep (default): as stored in the checkpoint; none: dense; int4: linears rounded to 4 bits (CUDA targets)",
+        help="keep (default): as stored in the checkpoint; none: dense; int4: linears rounded to 4 bits; "
+        "fp8: linears and their inputs rounded to float8 (both: CUDA targets)",
     )
     add(
         "--compute",

@@ -8,16 +8,19 @@ from types import ModuleType
 import numpy as np
 
 from castiron.builder.checkpoint.dequantize import dequantize
+from castiron.builder.checkpoint.fp8_blocks import dequantize_fp8, join_fp8
 from castiron.builder.parameters import Parameter
 from castiron.builder.plan.layouts import layout_of
 from castiron.builder.plan.weights import WeightsLayout
-from castiron.models.schemes import SCHEMES, Scheme
+from castiron.models.schemes import SCHEMES, Scheme, row_bytes
 from castiron.runtime.dummy_weights import (
     BF16,
     BITS,
     BLOCK_BYTES,
+    E4M3,
     F16,
     F16_MULTIPLE,
+    F32,
     DummyField,
     DummyTensor,
     dummy_chunks,
@@ -31,11 +34,13 @@ _SCALE_SPREAD = 0.25  # of a block's scale, relative
 def made_up(parameter: Parameter, weights_offset: int) -> tuple[DummyTensor, ...]:
     """How to make up a parameter that isn't a constant, in its layout: what lies at `weights_offset`, in order."""
     assert parameter.constant is None
+    if parameter.scheme == "fp8":
+        return _fp8_tensors(parameter, weights_offset)
     scheme = SCHEMES[parameter.scheme]
     layout = layout_of(parameter)
     if len(parameter.shape) == 1:
         is_bias = parameter.name.endswith(".bias")
-        num_bytes = layout.row_bytes(parameter.scheme, parameter.shape[0])
+        num_bytes = row_bytes(parameter.scheme, parameter.shape[0])
         mean, spread = (0.0, _BIAS_SPREAD) if is_bias else (1.0, _NORM_SPREAD)
         fields: tuple[DummyField, ...] = (DummyField(BLOCK_BYTES, scheme.name, mean=mean, amplitude=spread),)
     else:
@@ -47,6 +52,28 @@ def made_up(parameter: Parameter, weights_offset: int) -> tuple[DummyTensor, ...
         else:
             fields = (DummyField(BLOCK_BYTES, scheme.name, amplitude=deviation * math.sqrt(3)),)
     return (DummyTensor(parameter.name, weights_offset, num_bytes, fields),)
+
+
+def _fp8_tensors(parameter: Parameter, weights_offset: int) -> tuple[DummyTensor, DummyTensor]:
+    """The codes in tiles, then the rows' scales."""
+    n, k = parameter.shape
+    layout = layout_of(parameter)
+    scale_bytes = layout.tail_bytes("fp8", n)
+    code_bytes = layout.packed_bytes("fp8", n, k) - scale_bytes
+    scale = 1 / math.sqrt(k) / _fp8_deviation()
+    scales = DummyField(BLOCK_BYTES, F32, mean=scale, amplitude=scale * _SCALE_SPREAD)
+    return (
+        DummyTensor(parameter.name, weights_offset, code_bytes, (DummyField(BLOCK_BYTES, E4M3),)),
+        DummyTensor(f"{parameter.name}.scales", weights_offset + code_bytes, scale_bytes, (scales,)),
+    )
+
+
+def _fp8_deviation() -> float:
+    """Standard deviation of made-up e4m3 values: every finite code alike, but the largest twice."""
+    codes = np.arange(256, dtype=np.uint8)
+    codes -= (codes & 0x7F) == 0x7F
+    values = dequantize_fp8(join_fp8(np.ones(1, np.float32), codes[None]))
+    return float(values.std(dtype=np.float64))
 
 
 def _block_fields(scheme: Scheme, layout: ModuleType, deviation: float) -> tuple[DummyField, ...]:

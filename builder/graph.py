@@ -124,6 +124,8 @@ def parameter_metadata(parameter: Parameter) -> dict[str, str]:
         metadata["castiron.source_scheme"] = parameter.source_scheme
     if parameter.layout:
         metadata["castiron.layout"] = parameter.layout
+    if parameter.input_scale:
+        metadata["castiron.input_scale"] = repr(parameter.input_scale)
     if parameter.constant is not None:
         metadata["castiron.constant"] = json.dumps(parameter.constant.tolist())
     return metadata

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from castiron.builder.checkpoint.checkpoint import TensorInfo
+from castiron.builder.checkpoint.checkpoint import Float8Pieces, TensorInfo
 from castiron.builder.parameters import Parameter, Part
 from castiron.models.config import ModelConfig
 from castiron.models.decoder import EMBEDDING, INV_FREQ, LM_HEAD
@@ -55,9 +55,10 @@ def bind_model(checkpoint: CheckpointTensors) -> BoundModel:
     parameters = {}
     for name, parameter in model_parameters(family, config, checkpoint.source_format).items():
         if parameter.constant is None:
-            source = checkpoint.tensors[parameter.parts[0].tensor].scheme
-            scheme = source if len(parameter.shape) > 1 else "f32"
-            parameter = replace(parameter, scheme=scheme, source_scheme=source)
+            info = checkpoint.tensors[parameter.parts[0].tensor]
+            scheme = info.scheme if len(parameter.shape) > 1 else "f32"
+            input_scale = info.pieces.input_scale if isinstance(info.pieces, Float8Pieces) else 0.0
+            parameter = replace(parameter, scheme=scheme, source_scheme=info.scheme, input_scale=input_scale)
         parameters[name] = parameter
     return BoundModel(family, config, parameters, tuple(warnings))
 

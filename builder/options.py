@@ -9,8 +9,8 @@ from castiron.runtime.errors import InputError
 from castiron.runtime.nearest_name import nearest_name, unknown_name
 from castiron.runtime.output_file import output_file
 
-QUANTIZE_MODES = ("keep", "none", "int4")
-FUTURE_QUANTIZE_MODES = ("nvfp4", "fp8", "int8")
+QUANTIZE_MODES = ("keep", "none", "int4", "fp8")
+FUTURE_QUANTIZE_MODES = ("nvfp4", "int8")
 COMPUTE_MODES = ("auto", "f32", "bf16", "int8")
 WEIGHTS_MODES = ("file", "dummy", "random")
 
@@ -22,7 +22,9 @@ class BuildOptions:
     model: str  # Hugging Face folder, .gguf file, hub id, or alias under configs/models/
     output: Path | None = None  # None only with dry_run
     target: str = "cpu"  # "cpu" is this machine's best level; "cpu:LEVEL" crosses
-    quantize: str = "keep"  # keep: as the checkpoint stores them; none: dense; int4: dense linears rounded
+    quantize: str = (
+        "keep"  # keep: as the checkpoint stores them; none: dense; int4, fp8: dense linears rounded
+    )
     compute: str = "auto"  # auto: f32 for f32 checkpoints, int8 for kept quantized weights, else bf16
     max_seqs: int | None = None  # sequences running at once
     max_seq_len: int | None = None  # tokens a sequence may reach, prompt included
@@ -47,7 +49,8 @@ class BuildOptions:
             raise InputError("no output: give -o OUT.engine, or --dry-run to only print the plan")
         if self.quantize in FUTURE_QUANTIZE_MODES:
             raise InputError(
-                f"--quantize {self.quantize} is not there yet: use keep (the checkpoint's own blocks), none or int4"
+                f"--quantize {self.quantize} is not there yet: use keep (the checkpoint's own"
+                " blocks), none, int4 or fp8"
             )
         if self.quantize not in QUANTIZE_MODES:
             _check_choice(

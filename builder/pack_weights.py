@@ -32,11 +32,16 @@ def checkpoint_chunks(checkpoint: Checkpoint) -> PackedChunks:
             return
         n, k = parameter.shape
         layout = layout_of(parameter)
-        panel_bytes = layout.row_bytes(parameter.scheme, k) * layout.ROWS_TOGETHER
+        panel_bytes = row_bytes(parameter.scheme, k) * layout.ROWS_TOGETHER
         num_rows = max(1, SLICE_BYTES // panel_bytes) * layout.ROWS_TOGETHER
+        tails = []
         for start in range(0, n, num_rows):
             rows = read_parameter_rows(checkpoint, parameter, start, min(n, start + num_rows))
-            yield layout.pack(parameter.scheme, rows, k)
+            packed = layout.pack(parameter.scheme, rows, k)
+            tail_start = packed.size - layout.tail_bytes(parameter.scheme, len(rows))
+            yield packed[:tail_start]
+            tails.append(packed[tail_start:].copy())
+        yield from tails
 
     return chunks
 

@@ -34,3 +34,4 @@ class Parameter:
     source_scheme: str = ""  # of the checkpoint tensors; differs when the builder converts
     constant: np.ndarray | None = field(default=None, compare=False)
     layout: str = ""  # chosen by the planner, one per engine
+    input_scale: float = 0.0  # of scheme fp8: by which activations are quantized; 0: each token's own

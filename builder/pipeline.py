@@ -40,7 +40,7 @@ CPU_PASSES: tuple[Pass, ...] = (
     # what the others left over
     remove_dead_code,
 )
-CUDA_PASSES: tuple[Pass, ...] = (*_COMMON, remove_dead_code, narrow_activations)
+CUDA_PASSES: tuple[Pass, ...] = (*_COMMON, fuse_quantize, remove_dead_code, narrow_activations)
 PASSES = {"cpu": CPU_PASSES, "cuda": CUDA_PASSES}  # by kind of target
 
 

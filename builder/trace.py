@@ -14,6 +14,7 @@ import torch
 
 from castiron.builder import graph as g
 from castiron.builder.dims import Affine, Dim, add_dim
+from castiron.builder.lower_linear_fp8 import lower_linear_fp8
 from castiron.builder.parameters import Parameter
 from castiron.builder.repeat_layers import LayerKinds, keep_traced_layers
 from castiron.builder.trace_nodes import NodeTranslator
@@ -77,6 +78,8 @@ def trace_forward(
 ) -> g.Program:
     """The forward graph of a model at stage 0: step fields, last_token and caches in; logits and caches out.
 
+    Linears of fp8 weights are lowered (lower_linear_fp8.py).
+
     Raises AssertionError if the module's parameters aren't exactly `parameters`.
     """
     group = CacheGroup("kv", "paged", options.block_size, options.table_width)
@@ -122,7 +125,9 @@ def trace_forward(
     )
     unused = [v.name for v in graph.inputs if v.name in parameters and not v.uses()]
     assert not unused, f"parameters nothing reads: {unused[:4]}"
-    return g.Program("forward", _model(graph), dict(parameters), states)
+    program = g.Program("forward", _model(graph), dict(parameters), states)
+    lower_linear_fp8(program)
+    return program
 
 
 _FORWARD_FIELDS = (

@@ -17,6 +17,7 @@ _DTYPES = {
     ir.DataType.FLOAT16: torch.float16,
     # narrow_activations states a float32 result as bfloat16: it is rounded when it is stored
     ir.DataType.BFLOAT16: torch.float32,
+    ir.DataType.FLOAT8E4M3FN: torch.float8_e4m3fn,
     ir.DataType.INT8: torch.int8,
     ir.DataType.INT32: torch.int32,
     ir.DataType.INT64: torch.int64,

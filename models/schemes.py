@@ -4,10 +4,13 @@ A block of `block_size` consecutive elements of one row shares a scale (and a mi
     w = scale * q + minimum        (has_minimum)
     w = scale * (q - zero_point)   (symmetric)
     w = scale * (q - zero of the group)   (has_zero_points)
-GGUF blocks and compressed-tensors' pack-quantized weights, and later NVFP4 and FP8, map onto these without loss.
+GGUF blocks and compressed-tensors' pack-quantized and float-quantized weights, and later NVFP4, map onto these without
+loss.
 Byte layouts of the GGUF blocks: ggml-common.h and ggml-quants.c of ggml (facts); see plugins_cpu/layouts.py
 for ours. The int4 schemes have no block format of their own in a file; theirs here is, for a group of G elements,
     bf16 scale, [u8 zero point 0..15], G / 2 bytes of nibbles: element 2i low, 2i + 1 high in byte i.
+A row of fp8 is an f32 scale, then a byte for each element: w = scale * e4m3(code). The codes are OCP's "fn" kind of
+e4m3: 448 at most, no infinities, NaN is 0x7F and 0xFF (OCP 8-bit Floating Point Specification, revision 1.0).
 """
 
 from dataclasses import dataclass
@@ -27,6 +30,7 @@ class Scheme:
     scale_dtype: str = ""  # "" for dense
     ggml_type: int | None = None
     has_zero_points: bool = False  # one per group, stored
+    row_header_bytes: int = 0  # before a row's first block: its scale
     kinds: tuple[str, ...] = ("cpu", "cuda")  # of hardware with kernels that read it
 
     @property
@@ -62,12 +66,23 @@ _ALL = (
     *_int4(32),
     *_int4(64),
     *_int4(128),
+    Scheme("fp8", 8, 1, 1, scale_dtype="f32", kinds=("cuda",), row_header_bytes=4),
 )
 
 SCHEMES: dict[str, Scheme] = {scheme.name: scheme for scheme in _ALL}
 DENSE_SCHEMES = tuple(s.name for s in _ALL if not s.is_quantized)
 QUANTIZED_SCHEMES = tuple(s.name for s in _ALL if s.is_quantized)
 BY_GGML_TYPE: dict[int, Scheme] = {s.ggml_type: s for s in _ALL if s.ggml_type is not None}
+
+
+def row_bytes(scheme: str, k: int) -> int:
+    """Bytes of one checkpoint row of k elements. Raises ValueError if k isn't a positive multiple of the block."""
+    record = SCHEMES[scheme]
+    if k < 1 or k % record.block_size:
+        raise ValueError(
+            f"{scheme} row has {k} elements, expected a positive multiple of {record.block_size}"
+        )
+    return record.row_header_bytes + k // record.block_size * record.block_bytes
 
 
 def schemes_for(kind: str, quantized: bool | None = None) -> tuple[str, ...]:

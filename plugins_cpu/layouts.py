@@ -28,7 +28,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from castiron.models.schemes import SCHEMES
+from castiron.models.schemes import SCHEMES, row_bytes
 
 LAYOUT = "n16"  # kWeightLayout of abi.h; renamed there and here when packed bytes change
 PANEL_ROWS = 16
@@ -51,21 +51,6 @@ _HEADER_PARTS = ("scale", "minimum", "scales")  # in the packed block's order
 _PLANE_PARTS = ("nibbles", "high1", "high2", "bytes")
 
 
-def row_bytes(scheme: str, k: int) -> int:
-    """Bytes of one checkpoint row of k elements.
-
-    Raises ValueError if k isn't a multiple of the block, or for a scheme the layout doesn't have.
-    """
-    record = SCHEMES[scheme]
-    if "cpu" not in record.kinds:
-        raise ValueError(f"{LAYOUT} has no {scheme} panels")
-    if k < 1 or k % record.block_size:
-        raise ValueError(
-            f"{scheme} row has {k} elements, expected a positive multiple of {record.block_size}"
-        )
-    return k // record.block_size * record.block_bytes
-
-
 def unit_bytes(scheme: str) -> int:
     """Bytes of the repeating unit of a packed quantized weight: one block of each of a panel's rows."""
     return PANEL_ROWS * SCHEMES[scheme].block_bytes
@@ -76,8 +61,18 @@ def scales_per_unit(scheme: str) -> int:
     return PANEL_ROWS
 
 
+def tail_bytes(scheme: str, n: int) -> int:
+    """Bytes at a pack's end that stay behind when packs of row slices are concatenated: none."""
+    return 0
+
+
 def packed_bytes(scheme: str, n: int, k: int) -> int:
-    """Bytes of a weight [n, k] packed as n16. Raises ValueError for a k the scheme can't hold."""
+    """Bytes of a weight [n, k] packed as n16.
+
+    Raises ValueError for a k the scheme can't hold, or for a scheme the layout doesn't have.
+    """
+    if "cpu" not in SCHEMES[scheme].kinds:
+        raise ValueError(f"{LAYOUT} has no {scheme} panels")
     padded_k = k + k % 2 if scheme == "bf16" else k
     return -(-n // PANEL_ROWS) * PANEL_ROWS * row_bytes(scheme, padded_k)
 

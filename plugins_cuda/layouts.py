@@ -9,6 +9,7 @@ holds 8 of its elements, pairs (lo, hi) of the columns 2t, 2t + 1 (+ 8):
     a2 = row g, columns 2t + 8..  a3 = row g + 8, columns 2t + 8..
 Tiles (U = 64 columns; of larger blocks as many as a block, each plane once for every 64 of them):
     bf16   [row 64][16-byte chunk 8], chunk c of row r at position c ^ (r % 8): the 128-byte swizzle of wgmma
+    fp8    [row 64][16-byte chunk 8] of 128 columns, placed as bf16's; the rows' scales follow the last tile
     q4_0   f16 scale[2][64]                       nibbles
     q4_1   f16 scale[2][64], f16 minimum[2][64]   nibbles
     q5_0   f16 scale[2][64]                       nibbles, high1
@@ -24,6 +25,7 @@ Planes of 64 columns (4 steps):
     high1   [panel][lane][byte of step s]           bit i is the fifth bit of a_i.lo, bit 4 + i of a_i.hi
     high2   [panel][lane][u16 of step s]            bits 2i.. are the upper two of a_i.lo, bits 8 + 2i.. of a_i.hi
     bytes   [panel][half h][lane][step s = 2h, 2h + 1][i][lo, hi]   signed
+After all tiles of an fp8 weight come the scales of its rows, f32 [n / 64][64], zero for rows beyond n.
 The 12 scale bytes of q4_k and q5_k keep the checkpoint's 6-bit packing. GGUF block formats: ggml-common.h and
 ggml-quants.c of ggml.
 """
@@ -32,7 +34,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from castiron.models.schemes import SCHEMES
+from castiron.models.schemes import SCHEMES, row_bytes
 
 LAYOUT = "m64"  # renamed when packed bytes change
 TILE_ROWS = 64
@@ -57,21 +59,23 @@ _BLOCK_PARTS: dict[str, tuple[tuple[str, int], ...]] = {
     "int4_g128z": (("scale", 2), ("zero", 1), ("nibbles", 64)),
 }
 _HEADER_PARTS = ("scale", "minimum", "zero", "scales")  # in a tile's order, before
+_SWIZZLED = ("bf16", "fp8")  # whose tiles are rows of 128 bytes
 _PLANE_PARTS = ("nibbles", "bytes", "high1", "high2")  # the code planes in theirs
 _CODE_BITS = {"nibbles": 4, "bytes": 8, "high1": 1, "high2": 2}
-PACKED_SCHEMES = ("bf16", *_BLOCK_PARTS)
+PACKED_SCHEMES = ("bf16", *_BLOCK_PARTS)  # of linears on bfloat16 activations
+ALL_SCHEMES = (*PACKED_SCHEMES, "fp8")
 
 
 def unit_columns(scheme: str) -> int:
     """Columns of a tile. Raises ValueError for a scheme the layout doesn't have."""
-    if scheme not in PACKED_SCHEMES:
-        raise ValueError(f"{LAYOUT} has no {scheme} tiles, expected one of {', '.join(PACKED_SCHEMES)}")
-    return max(64, SCHEMES[scheme].block_size)
+    if scheme not in ALL_SCHEMES:
+        raise ValueError(f"{LAYOUT} has no {scheme} tiles, expected one of {', '.join(ALL_SCHEMES)}")
+    return 128 if scheme == "fp8" else max(64, SCHEMES[scheme].block_size)
 
 
 def tile_bytes(scheme: str) -> int:
     """Bytes of a tile of 64 rows x unit_columns: exactly the checkpoint's bytes of as many elements."""
-    return TILE_ROWS * row_bytes(scheme, unit_columns(scheme))
+    return TILE_ROWS * (row_bytes(scheme, unit_columns(scheme)) - SCHEMES[scheme].row_header_bytes)
 
 
 def unit_bytes(scheme: str) -> int:
@@ -84,42 +88,46 @@ def scales_per_unit(scheme: str) -> int:
     return TILE_ROWS * max(1, 64 // SCHEMES[scheme].block_size)
 
 
-def row_bytes(scheme: str, k: int) -> int:
-    """Bytes of one checkpoint row of k elements. Raises ValueError if k isn't a multiple of the block."""
-    record = SCHEMES[scheme]
-    if k < 1 or k % record.block_size:
-        raise ValueError(
-            f"{scheme} row has {k} elements, expected a positive multiple of {record.block_size}"
-        )
-    return k // record.block_size * record.block_bytes
-
-
 def packed_bytes(scheme: str, n: int, k: int) -> int:
     """Bytes of a weight [n, k] packed as m64. Raises ValueError for a k the scheme can't hold."""
+    return tiles_bytes(scheme, n, k) + tail_bytes(scheme, n)
+
+
+def tiles_bytes(scheme: str, n: int, k: int) -> int:
+    """Bytes of a packed weight's tiles; what else it has (tail_bytes) follows. Raises as packed_bytes."""
     unit = unit_columns(scheme)
     row_bytes(scheme, k)
     return -(-n // TILE_ROWS) * -(-k // unit) * tile_bytes(scheme)
 
 
+def tail_bytes(scheme: str, n: int) -> int:
+    """Bytes behind the last tile, the rows' scales of fp8; they stay behind when packs of slices are concatenated."""
+    return -(-n // TILE_ROWS) * TILE_ROWS * SCHEMES[scheme].row_header_bytes
+
+
 def pack(scheme: str, rows: np.ndarray, k: int) -> np.ndarray:
     """Pack checkpoint rows, uint8 [r, row_bytes], into m64: a new flat array of packed_bytes(scheme, r, k).
 
-    Packs of row slices that start at multiples of 64 concatenate to the pack of the whole. Raises ValueError
-    for a wrong dtype or shape, or a scheme the layout doesn't have.
+    Packs of row slices that start at multiples of 64 concatenate to the pack of the whole: their tiles, then their
+    tails (tail_bytes). Raises ValueError for a wrong dtype or shape, or a scheme the layout doesn't have.
     """
     packed = np.empty(packed_bytes(scheme, rows.shape[0], k), np.uint8)
     expected = row_bytes(scheme, k)
     if rows.dtype != np.uint8 or rows.ndim != 2 or rows.shape[1] != expected:
         raise ValueError(f"{scheme} rows are {rows.dtype} {rows.shape}, expected uint8 [r, {expected}]")
+    header = SCHEMES[scheme].row_header_bytes
+    if header:
+        tail = packed[tiles_bytes(scheme, rows.shape[0], k) :].reshape(-1, header)
+        tail[: rows.shape[0]], tail[rows.shape[0] :] = rows[:, :header], 0
     padded = row_bytes(scheme, _padded_columns(scheme, k))
     for first, last, strip in _strips(scheme, rows.shape[0], k, packed):
-        part = rows[first:last]
+        part = rows[first:last, header:]
         missing = -part.shape[0] % TILE_ROWS
         if missing or padded != expected:
             part = np.pad(part, ((0, missing), (0, padded - expected)))
         part = np.ascontiguousarray(part).reshape(part.shape[0] // TILE_ROWS, TILE_ROWS, -1)
         tiles = strip.reshape(part.shape[0], -1, tile_bytes(scheme))
-        if scheme == "bf16":
+        if scheme in _SWIZZLED:
             _swizzle(part, tiles)
         else:
             _pack_blocks(scheme, part, tiles)
@@ -137,10 +145,15 @@ def unpack(scheme: str, packed: np.ndarray, n: int, k: int) -> np.ndarray:
             f"packed {scheme} is {packed.dtype} of {packed.size} bytes, expected uint8 of {expected}"
         )
     rows = np.empty((n, row_bytes(scheme, k)), np.uint8)
+    header = SCHEMES[scheme].row_header_bytes
+    if header:
+        rows[:, :header] = packed.reshape(-1)[tiles_bytes(scheme, n, k) :].reshape(-1, header)[:n]
     for first, last, strip in _strips(scheme, n, k, np.ascontiguousarray(packed).reshape(-1)):
         tiles = strip.reshape(-(-(last - first) // TILE_ROWS), -1, tile_bytes(scheme))
-        whole = _unswizzle(tiles) if scheme == "bf16" else _unpack_blocks(scheme, tiles)
-        rows[first:last] = whole.reshape(-1, whole.shape[-1])[: last - first, : rows.shape[1]]
+        whole = _unswizzle(tiles) if scheme in _SWIZZLED else _unpack_blocks(scheme, tiles)
+        rows[first:last, header:] = whole.reshape(-1, whole.shape[-1])[
+            : last - first, : rows.shape[1] - header
+        ]
     return rows
 
 
@@ -151,11 +164,11 @@ def _padded_columns(scheme: str, k: int) -> int:
 
 def _strips(scheme: str, n: int, k: int, packed: np.ndarray) -> Iterator[tuple[int, int, np.ndarray]]:
     """Runs of whole rows of tiles that fit the processor's cache: first row, last row (excluded), bytes."""
-    step_bytes = packed_bytes(scheme, TILE_ROWS, k)
+    step_bytes = tiles_bytes(scheme, TILE_ROWS, k)
     steps = max(1, _STRIP_BYTES // step_bytes)
     for step in range(0, -(-n // TILE_ROWS), steps):
         last = min(n, (step + steps) * TILE_ROWS)
-        yield step * TILE_ROWS, last, packed[step * step_bytes : (step + steps) * step_bytes]
+        yield step * TILE_ROWS, last, packed[step * step_bytes : -(-last // TILE_ROWS) * step_bytes]
 
 
 def _swizzle(rows: np.ndarray, tiles: np.ndarray) -> None:

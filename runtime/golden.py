@@ -5,6 +5,7 @@ token ids, some of its rows, and of each row's logits those of the most likely i
 the vocabulary.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,6 +21,10 @@ MAX_F32_DIFFERENCE = 2e-3  # of a logit, times the logits' standard deviation wh
 TOP_IDS = 8  # of each row, whose log probabilities are compared under reduced precision
 MAX_MEAN_DIFFERENCE = 0.05
 MAX_P99_DIFFERENCE = 0.5
+# Activations rounded to float8 take a step of 1/8 where a bfloat16 rounding before it carries them over the middle of
+# two values: two right engines of a tiny random model are 0.2 and 0.8 apart, those of unrelated logits 2 and more.
+MAX_MEAN_DIFFERENCE_FP8 = 0.5
+MAX_P99_DIFFERENCE_FP8 = 2.0
 
 
 @dataclass(frozen=True)
@@ -90,18 +95,24 @@ def _within(array: np.ndarray, limit: int) -> bool:
     return bool(((array >= 0) & (array < limit)).all())
 
 
-def compare(cases: list[tuple[GoldenCase, np.ndarray]], compute: str) -> list[Comparison]:
+def compare(
+    cases: list[tuple[GoldenCase, np.ndarray]], compute: str, schemes: Collection[str] = ()
+) -> list[Comparison]:
     """Distances between golden values and a device's logits, float32 [r, vocab] for each case.
 
     float32 compute: the largest difference of a logit. Otherwise the mean and the 99th percentile of the
-    difference in log probability over each row's TOP_IDS most likely ids.
+    difference in log probability over each row's TOP_IDS most likely ids. `schemes`: of the engine's weights; fp8
+    among them has wider limits.
     """
     if compute == "f32":
         return [_compare_logits(cases)]
     differences = np.concatenate([_logprob_differences(golden, logits) for golden, logits in cases])
+    max_mean, max_p99 = MAX_MEAN_DIFFERENCE, MAX_P99_DIFFERENCE
+    if "fp8" in schemes:
+        max_mean, max_p99 = MAX_MEAN_DIFFERENCE_FP8, MAX_P99_DIFFERENCE_FP8
     return [
-        Comparison("mean |difference in logprob|", float(differences.mean()), MAX_MEAN_DIFFERENCE),
-        Comparison("p99 |difference in logprob|", float(np.percentile(differences, 99)), MAX_P99_DIFFERENCE),
+        Comparison("mean |difference in logprob|", float(differences.mean()), max_mean),
+        Comparison("p99 |difference in logprob|", float(np.percentile(differences, 99)), max_p99),
     ]
 
 

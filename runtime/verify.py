@@ -11,6 +11,7 @@ from castiron.runtime.engine_purpose import is_tuning
 from castiron.runtime.golden import GOLDEN_MEMBER, Comparison, GoldenCase, compare, read_golden
 from castiron.runtime.golden_forward import blocks_needed, sequence_logits
 from castiron.runtime.load_engine import open_device
+from castiron.runtime.manifest import QuantizationInfo
 
 MAX_DECODED = 8  # tokens a case that go through the decode plan in the second pass
 
@@ -71,14 +72,14 @@ def _verify_golden(engine_file: EngineFile, num_threads: int | None) -> list[Che
     longest = max(len(case.token_ids) for case in cases)
     device = open_device(engine_file, blocks_needed(header, longest), num_threads)
     try:
-        compute = engine_file.manifest.quantization.compute
+        quantization = engine_file.manifest.quantization
         prefilled = [(case, sequence_logits(device, case.token_ids, case.rows, 0)) for case in cases]
         decoded = [_decoded_logits(device, case) for case in cases]
     finally:
         device.close()
     return [
-        _golden_check("golden prefill", prefilled, compute),
-        _golden_check("golden decode", decoded, compute),
+        _golden_check("golden prefill", prefilled, quantization),
+        _golden_check("golden decode", decoded, quantization),
     ]
 
 
@@ -88,8 +89,11 @@ def _decoded_logits(device: Device, case: GoldenCase) -> tuple[GoldenCase, np.nd
     return case, sequence_logits(device, case.token_ids, case.rows, num_decoded)
 
 
-def _golden_check(name: str, cases: list[tuple[GoldenCase, np.ndarray]], compute: str) -> Check:
-    comparisons: list[Comparison] = compare(cases, compute)
+def _golden_check(
+    name: str, cases: list[tuple[GoldenCase, np.ndarray]], quantization: QuantizationInfo
+) -> Check:
+    compute = quantization.compute
+    comparisons: list[Comparison] = compare(cases, compute, quantization.schemes)
     num_rows = sum(len(case.rows) for case, _ in cases)
     measured = ", ".join(f"{c.measure} {c.value:.3g} (limit {c.limit:.3g})" for c in comparisons)
     values = {c.measure: c.value for c in comparisons}

@@ -12,12 +12,13 @@ import numpy as np
 
 from castiron.builder.checkpoint.bfloat16 import to_bf16
 from castiron.builder.checkpoint.dequantize import dequantize
+from castiron.builder.checkpoint.fp8_blocks import join_fp8
 from castiron.builder.checkpoint.int4_blocks import join_int4
-from castiron.models.schemes import SCHEMES, Scheme
+from castiron.models.schemes import row_bytes
 from castiron.runtime.errors import CheckpointError
 
-# of an element; these hold no weights by themselves, only parts of packed ones
-INTEGER_BYTES = {"i32": 4, "i64": 8}
+# of an element; these hold no weights by themselves, only pieces of quantized ones
+PIECE_BYTES = {"i32": 4, "i64": 8, "e4m3": 1}
 _HASH_CHUNK_BYTES = 4 << 20
 
 
@@ -27,10 +28,11 @@ class TensorInfo:
 
     name: str
     shape: tuple[int, ...]
-    scheme: str  # models.schemes.SCHEMES or INTEGER_BYTES key
+    scheme: str  # models.schemes.SCHEMES or PIECE_BYTES key
     file: Path
     offset: int  # of the first byte, from the start of the file
-    pieces: "PackedPieces | None" = None  # what it is put together from; file and offset are the first one's
+    # what it is put together from; file and offset are the first one's
+    pieces: "PackedPieces | Float8Pieces | None" = None
 
     @property
     def num_rows(self) -> int:
@@ -46,10 +48,9 @@ class TensorInfo:
 
     @property
     def row_bytes(self) -> int:
-        if self.scheme in INTEGER_BYTES:
-            return self.num_cols * INTEGER_BYTES[self.scheme]
-        scheme: Scheme = SCHEMES[self.scheme]
-        return self.num_cols // scheme.block_size * scheme.block_bytes
+        if self.scheme in PIECE_BYTES:
+            return self.num_cols * PIECE_BYTES[self.scheme]
+        return row_bytes(self.scheme, self.num_cols)
 
     @property
     def num_bytes(self) -> int:
@@ -64,6 +65,15 @@ class PackedPieces:
     scale: TensorInfo  # bf16, f16 or f32 [n, k / (repeat * group)]
     zero_point: TensorInfo | None  # i32 [ceil(n / 8), as scale]: row 8j + i in bits 4i.. of word j
     repeat: int  # groups of the scheme that one stored scale is for
+
+
+@dataclass(frozen=True)
+class Float8Pieces:
+    """The tensors of a float8 weight [n, k] (float_quantized.py)."""
+
+    codes: TensorInfo  # e4m3 [n, k]
+    scale: TensorInfo  # bf16, f16 or f32; of one element for all rows, or n
+    input_scale: float  # of the activations; 0: each token has its own
 
 
 @dataclass
@@ -152,9 +162,13 @@ class Checkpoint:
         self.close()
 
     def _joined(self, info: TensorInfo, start: int, stop: int) -> np.ndarray:
-        """Rows of a packed weight in its scheme's form; scales are rounded to bf16."""
+        """Rows of a weight in its scheme's form; scales of int4 are rounded to bf16."""
         pieces = info.pieces
         assert pieces is not None
+        if isinstance(pieces, Float8Pieces):
+            return join_fp8(
+                self._row_scales(pieces.scale, start, stop), self.read_stored(pieces.codes, start, stop)
+            )
         nibbles = self.read_stored(pieces.packed, start, stop)  # little-endian words: in the scheme's order
         stored = self.read_stored(pieces.scale, start, stop)
         scale = to_bf16(dequantize(pieces.scale.scheme, stored, pieces.scale.num_cols))
@@ -165,6 +179,15 @@ class Checkpoint:
             zero = (words[:, None] >> shifts & 15).astype(np.uint8).reshape(-1, words.shape[1])
             zero = zero[start % 8 : start % 8 + stop - start].repeat(pieces.repeat, axis=1)
         return join_int4(info.scheme, scale.repeat(pieces.repeat, axis=1), nibbles, zero)
+
+    def _row_scales(self, info: TensorInfo, start: int, stop: int) -> np.ndarray:
+        """float32 [stop - start] of a tensor that holds a scale for each row, [n] or [n, 1], or one for all."""
+        if info.num_rows > 1:
+            values = dequantize(info.scheme, self.read_stored(info, start, stop), 1).reshape(-1)
+        else:
+            values = dequantize(info.scheme, self.read_stored(info, 0, 1), info.num_cols).reshape(-1)
+            values = values[start:stop] if values.size > 1 else values.repeat(stop - start)
+        return values
 
     def _descriptor(self, path: Path) -> int:
         if path not in self._descriptors:

@@ -3,6 +3,7 @@
 import numpy as np
 
 from castiron.builder.checkpoint.bfloat16 import from_bf16, to_bf16
+from castiron.builder.checkpoint.fp8_blocks import check_fp8, dequantize_fp8
 from castiron.builder.checkpoint.int4_blocks import dequantize_int4
 from castiron.models.schemes import DENSE_SCHEMES, SCHEMES
 from castiron.runtime.errors import CheckpointError
@@ -41,6 +42,8 @@ def _dequantize_chunk(scheme: str, rows: np.ndarray, k: int) -> np.ndarray:
         return rows.view(np.float16).astype(np.float32)
     if scheme == "bf16":
         return from_bf16(rows.view(np.uint16))
+    if scheme == "fp8":
+        return dequantize_fp8(rows)
     if scheme.startswith("int4"):
         return dequantize_int4(scheme, rows)
     from gguf import GGMLQuantizationType, quants
@@ -64,10 +67,13 @@ def to_dense(scheme: str, values: np.ndarray) -> np.ndarray:
 
 
 def check_finite(scheme: str, rows: np.ndarray, tensor_name: str) -> None:
-    """Raise CheckpointError if a dense value, or a scale of a block, is NaN or infinite.
+    """Raise CheckpointError if a dense value, or a scale of a block or row, is NaN or infinite (of fp8 see check_fp8).
 
     rows: uint8 [r, row_bytes] as stored, C order.
     """
+    if scheme == "fp8":
+        check_fp8(rows, tensor_name)
+        return
     if scheme in _EXPONENT_BITS:
         dtype, mask = _EXPONENT_BITS[scheme]
         words = rows.reshape(-1).view(dtype)

@@ -7,10 +7,10 @@ from typing import Any
 from castiron.builder.checkpoint.checkpoint import Checkpoint, TensorInfo
 from castiron.builder.checkpoint.compressed_tensors import (
     QUANTIZATION_FIELDS,
-    PackQuantization,
     combine_tensors,
     parse_quantization,
 )
+from castiron.builder.checkpoint.quantization_config import Quantization
 from castiron.builder.checkpoint.safetensors_header import read_safetensors_header
 from castiron.runtime.errors import CheckpointError
 
@@ -32,7 +32,7 @@ def open_huggingface_folder(folder: Path, name: str = "") -> Checkpoint:
     """Open a folder by its config.json and the headers of its safetensors files.
 
     Raises CheckpointError for missing, contradictory or damaged files, and for checkpoints quantized in another way
-    than compressed-tensors' pack-quantized int4.
+    than compressed_tensors.py reads.
     """
     config = read_json_object(folder / "config.json")
     quantization = parse_quantization(folder / "config.json", config)
@@ -111,11 +111,11 @@ def _weight_map(folder: Path) -> dict[str, str]:
 
 
 def _collect_tensors(
-    folder: Path, weights: list[Path], quantization: PackQuantization | None
+    folder: Path, weights: list[Path], quantization: Quantization | None
 ) -> dict[str, TensorInfo]:
     tensors: dict[str, TensorInfo] = {}
     for path in weights:
-        for info in read_safetensors_header(path, with_integers=quantization is not None):
+        for info in read_safetensors_header(path, with_pieces=quantization is not None):
             if info.name in tensors:
                 raise CheckpointError(
                     f"tensor {info.name} is in both {tensors[info.name].file.name} and {path.name}"

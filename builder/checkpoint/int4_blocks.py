@@ -3,7 +3,7 @@
 import numpy as np
 
 from castiron.builder.checkpoint.bfloat16 import from_bf16, to_bf16
-from castiron.models.schemes import SCHEMES
+from castiron.models.schemes import SCHEMES, row_bytes
 
 _CACHED_ELEMENTS = 128 << 10  # of a quantization step whose arrays stay in the processor's caches
 # scale = largest magnitude, with its sign, / divisor. -8 is the code with the largest magnitude: the first ones
@@ -51,7 +51,7 @@ def quantize_int4(scheme: str, values: np.ndarray) -> np.ndarray:
     record = SCHEMES[scheme]
     assert record.scale_dtype == "bf16" and not record.has_zero_points, scheme
     num_rows, k = values.shape
-    rows = np.empty((num_rows, k // record.block_size * record.block_bytes), np.uint8)
+    rows = np.empty((num_rows, row_bytes(scheme, k)), np.uint8)
     step = max(1, _CACHED_ELEMENTS // k)
     for start in range(0, num_rows, step):
         groups = values[start : start + step].reshape(-1, record.block_size)

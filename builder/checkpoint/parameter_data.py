@@ -6,9 +6,10 @@ import numpy as np
 
 from castiron.builder.checkpoint.checkpoint import Checkpoint, TensorInfo
 from castiron.builder.checkpoint.dequantize import check_finite, dequantize, to_dense
+from castiron.builder.checkpoint.fp8_blocks import quantize_fp8
 from castiron.builder.checkpoint.int4_blocks import quantize_int4
 from castiron.builder.parameters import Parameter, Part
-from castiron.models.schemes import SCHEMES
+from castiron.models.schemes import SCHEMES, row_bytes
 from castiron.runtime.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -21,9 +22,9 @@ def read_parameter_rows(checkpoint: Checkpoint, parameter: Parameter, start: int
     """Rows start..stop of a parameter in its own scheme: uint8 [stop - start, row_bytes], C order.
 
     Rows are the parameter's dim 0; a vector is one row. Converts where the parameter's scheme differs from
-    the tensor's: to dense types, rounded to nearest even, and from them to symmetric int4. Raises CheckpointError
-    for tensors that are missing, of another shape, or hold NaN or infinite values, and for values a float16 can't
-    hold.
+    the tensor's: to dense types, rounded to nearest even, and from them to symmetric int4 and fp8. Raises
+    CheckpointError for tensors that are missing, of another shape, or hold NaN or infinite values, and for values
+    a float16 can't hold.
     """
     num_rows = parameter.shape[0] if len(parameter.shape) > 1 else 1
     if not 0 <= start <= stop <= num_rows:
@@ -36,8 +37,7 @@ def read_parameter_rows(checkpoint: Checkpoint, parameter: Parameter, start: int
         pieces = [_vector_part(checkpoint, parameter, part) for part in parameter.parts]
         return np.concatenate(pieces).reshape(1, -1)[start:stop]
     k = parameter.shape[-1]
-    scheme = SCHEMES[parameter.scheme]
-    result = np.empty((stop - start, k // scheme.block_size * scheme.block_bytes), dtype=np.uint8)
+    result = np.empty((stop - start, row_bytes(parameter.scheme, k)), dtype=np.uint8)
     part_start = 0  # parameter row at which the part begins
     for part in parameter.parts:
         part_stop = part_start + part.row_stop - part.row_start
@@ -62,8 +62,7 @@ def load_parameter(checkpoint: Checkpoint, parameter: Parameter) -> "torch.Tenso
     k = parameter.shape[-1]
     values = torch.empty((num_rows, k), dtype=torch.float32)
     target = values.numpy()
-    scheme = SCHEMES[parameter.scheme]
-    step = max(1, _CHUNK_BYTES // (k // scheme.block_size * scheme.block_bytes))
+    step = max(1, _CHUNK_BYTES // row_bytes(parameter.scheme, k))
     for start in range(0, num_rows, step):
         stop = min(start + step, num_rows)
         rows = read_parameter_rows(checkpoint, parameter, start, stop)
@@ -89,7 +88,8 @@ def _check_recipe(checkpoint: Checkpoint, parameter: Parameter) -> None:
         if parameter.scheme != info.scheme and not _can_convert(info.scheme, parameter.scheme):
             raise CheckpointError(
                 f"tensor {info.name} is stored as {info.scheme} and {parameter.name} wants"
-                f" {parameter.scheme}: only conversions to f32, f16 and bf16, and from these to int4, are supported"
+                f" {parameter.scheme}: only conversions to f32, f16 and bf16, and from these to int4 and fp8, are"
+                " supported"
             )
         if part.transform == "unpermute_rope" and (
             part.head_dim <= 0 or part.head_dim % 2 or size % part.head_dim
@@ -107,7 +107,8 @@ def _can_convert(source: str, target: str) -> bool:
     record = SCHEMES[target]
     if not record.is_quantized:
         return True
-    return not SCHEMES[source].is_quantized and record.scale_dtype == "bf16" and not record.has_zero_points
+    is_made = record.name == "fp8" or (record.scale_dtype == "bf16" and not record.has_zero_points)
+    return not SCHEMES[source].is_quantized and is_made
 
 
 def unpermuted_rows(start: int, stop: int, head_dim: int) -> np.ndarray:
@@ -151,6 +152,8 @@ def _convert(info: TensorInfo, rows: np.ndarray, k: int, parameter: Parameter) -
     if info.scheme == parameter.scheme:
         return rows
     values = dequantize(info.scheme, rows, k)
+    if parameter.scheme == "fp8":
+        return quantize_fp8(values)
     if SCHEMES[parameter.scheme].is_quantized:
         return quantize_int4(parameter.scheme, values)
     return _checked_dense(parameter, info, values)

@@ -14,12 +14,13 @@ from castiron.runtime.errors import CheckpointError
 
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 _SCHEME_OF_DTYPE = {"F32": "f32", "F16": "f16", "BF16": "bf16"}
-_INTEGERS = {"I32": "i32", "I64": "i64"}
+_PIECES = {"I32": "i32", "I64": "i64", "F8_E4M3": "e4m3"}
 _MAX_DIMS = 8
 
 
-def read_safetensors_header(path: Path, with_integers: bool = False) -> list[TensorInfo]:
-    """All tensors of one file, by place. Reads the header only. `with_integers`: as packed weights have.
+def read_safetensors_header(path: Path, with_pieces: bool = False) -> list[TensorInfo]:
+    """All tensors of one file, by place. Reads the header only. `with_pieces`: types that only pieces of quantized
+    weights have too.
 
     Raises CheckpointError, naming what is wrong, unless the header is sound: no duplicate names, known
     dtypes, sizes that match the shapes, and byte ranges that cover the data section exactly.
@@ -40,7 +41,7 @@ def read_safetensors_header(path: Path, with_integers: bool = False) -> list[Ten
         raise CheckpointError(f"{path}: ends inside its header")
     entries = _parse(path, header)
     data_start = 8 + header_bytes
-    schemes = _SCHEME_OF_DTYPE | (_INTEGERS if with_integers else {})
+    schemes = _SCHEME_OF_DTYPE | (_PIECES if with_pieces else {})
     tensors = [
         _tensor(path, name, entry, data_start, schemes)
         for name, entry in entries.items()

@@ -1,8 +1,8 @@
 """Values between ops are kept in bfloat16 where the CUDA kernels read and write them so (CUDA targets only).
 
-embedding -> f32 x                                   the residual stream stays float32
+embedding -> f32 x                                   the residual stream stays float32; so do scales of float8
 rms_norm, add_rms_norm -> bf16 y (, f32 residual)
-linear, silu_mul, paged_attention, rope_kv_write -> bf16        logits stay float32
+linear, linear_fp8, silu_mul, paged_attention, rope_kv_write -> bf16        logits stay float32
 """
 
 import onnx_ir as ir
@@ -15,6 +15,7 @@ _BF16_OUTPUTS: dict[str, tuple[int, ...]] = {
     "rms_norm": (0,),
     "add_rms_norm": (0,),
     "linear": (0,),
+    "linear_fp8": (0,),
     "silu_mul": (0,),
     "rope_kv_write": (0,),
     "paged_attention": (0,),

@@ -225,7 +225,7 @@ def why_not(spec: KernelSpec, launch: Launch) -> str:
 
 def needs_flat_rows(spec_op: str) -> bool:
     """Whether the op's kernels see every operand as [rows, dim]."""
-    return spec_op in ("add", "mul", "silu", "silu_mul", "silu_mul_q8")
+    return spec_op in ("add", "mul", "silu", "silu_mul", "silu_mul_q8", "silu_mul_fp8")
 
 
 def _why_not_strides(spec: KernelSpec, launch: Launch) -> str:

@@ -10,5 +10,5 @@ LAYOUTS: dict[str, ModuleType] = {n16.LAYOUT: n16, m64.LAYOUT: m64}
 
 
 def layout_of(parameter: Parameter) -> ModuleType:
-    """The module that packs the parameter: pack, unpack, packed_bytes, row_bytes, ROWS_TOGETHER."""
+    """The module that packs the parameter: pack, unpack, packed_bytes, tail_bytes, ROWS_TOGETHER."""
     return LAYOUTS[parameter.layout]

@@ -33,6 +33,7 @@ _DTYPES = {
     ir.DataType.FLOAT: "f32",
     ir.DataType.FLOAT16: "f16",
     ir.DataType.BFLOAT16: "bf16",
+    ir.DataType.FLOAT8E4M3FN: "fp8",
     ir.DataType.INT8: "i8",
     ir.DataType.INT32: "i32",
     ir.DataType.INT64: "i64",

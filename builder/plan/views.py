@@ -13,7 +13,7 @@ _PROBES = tuple(
 )
 
 
-ITEMSIZES = {"f32": 4, "f16": 2, "bf16": 2, "i8": 1, "i32": 4, "i64": 8, "u64": 8, "u32": 4}
+ITEMSIZES = {"f32": 4, "f16": 2, "bf16": 2, "fp8": 1, "i8": 1, "i32": 4, "i64": 8, "u64": 8, "u32": 4}
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Storage:
     name: str  # unique in a program: the parameter, the step or staging field, the cache, or the arena value
     memory_class: MemoryClass
     shape: tuple[Dim, ...]  # row major and dense
-    dtype: str  # "f32", "f16", "i8", "i32", "i64", "u64"; of packed weights the scheme
+    dtype: str  # "f32", "f16", "bf16", "fp8", "i8", "i32", "i64", "u64"; of packed weights the scheme
     target_index: int = 0  # of the cache tensor
 
     @property

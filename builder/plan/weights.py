@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from castiron.builder.parameters import Parameter
 from castiron.builder.plan.layouts import layout_of
+from castiron.models.schemes import row_bytes
 
 WEIGHT_ALIGNMENT = 256  # bytes, of every parameter inside the weights class
 
@@ -36,8 +37,7 @@ def layout_weights(parameters: Iterable[Parameter]) -> WeightsLayout:
 
 def parameter_bytes(parameter: Parameter) -> int:
     """Bytes of the parameter in its layout, without padding: matrices are packed, vectors stay."""
-    layout = layout_of(parameter)
     if len(parameter.shape) == 1:
-        return int(layout.row_bytes(parameter.scheme, parameter.shape[0]))
+        return row_bytes(parameter.scheme, parameter.shape[0])
     n, k = parameter.shape
-    return int(layout.packed_bytes(parameter.scheme, n, k))
+    return int(layout_of(parameter).packed_bytes(parameter.scheme, n, k))

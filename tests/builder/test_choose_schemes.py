@@ -105,3 +105,25 @@ def test_a_cpu_refuses_int4_and_says_what_to_do() -> None:
     chosen, _ = choose_schemes(packed, "none", "auto", CPU)
     assert chosen["w"].scheme == "bf16"
     assert choose_schemes(packed, "keep", "auto", H200)[0]["w"].scheme == "int4_g32z"
+
+
+def test_fp8_takes_linears_of_whole_16_byte_rows_and_leaves_embeddings_and_blocks() -> None:
+    chosen, compute = choose_schemes(int4_matrices(), "fp8", "auto", H200)
+    assert compute == "bf16"
+    assert {name: parameter.scheme for name, parameter in chosen.items()} == {
+        "embedding.weight": "bf16", "lm_head.weight": "bf16", "a": "fp8", "b": "fp8", "c": "fp8", "d": "bf16",
+        "kept": "q4_1",
+    }  # fmt: skip
+    with pytest.raises(
+        InputError, match=r"^--quantize fp8 has no kernels on cpu:generic: use .*--target sm_90$"
+    ):
+        choose_schemes(int4_matrices(), "fp8", "auto", CPU)
+
+
+def test_fp8_weights_whose_rows_no_kernel_reads_are_refused_early() -> None:
+    odd = {"w": Parameter("w", (8, 100), "fp8", (Part("w", 0, 8),), "fp8")}
+    with pytest.raises(
+        InputError, match="weight w has 100 columns, kernels of fp8 need a multiple of 16: use --q"
+    ):
+        choose_schemes(odd, "keep", "auto", H200)
+    assert choose_schemes(odd, "none", "auto", H200)[0]["w"].scheme == "bf16"

@@ -52,12 +52,13 @@ def test_values_are_finite_with_mean_0_and_deviation_one_over_root_fan_in(layout
 
 @pytest.mark.parametrize(("layout", "scheme"), STORED)
 def test_any_slice_gives_the_bytes_of_the_whole(layout: str, scheme: str) -> None:
-    tensor = dummy_tensor(matrix(scheme, layout=layout), 0)
-    whole = np.concatenate(list(dummy_chunks(tensor)))
-    assert whole.size == tensor.num_bytes
-    unit = tensor.unit_bytes
-    for first, count in ((0, 1), (1, 2), (2, 2), (tensor.num_bytes // unit - 1, 1)):
-        assert np.array_equal(dummy_units(tensor, first, count), whole[first * unit : (first + count) * unit])
+    for tensor in made_up(matrix(scheme, layout=layout), 0):
+        whole = np.concatenate(list(dummy_chunks(tensor)))
+        assert whole.size == tensor.num_bytes
+        unit = tensor.unit_bytes
+        for first, count in ((0, 1), (1, 2), (2, 2), (tensor.num_bytes // unit - 1, 1)):
+            expected = whole[first * unit : (first + count) * unit]
+            assert np.array_equal(dummy_units(tensor, first, count), expected)
 
 
 def test_tensors_of_different_names_differ_and_the_same_name_repeats() -> None:
@@ -74,8 +75,12 @@ def test_norm_weights_are_near_one_and_biases_near_zero() -> None:
 
 
 def test_the_list_in_an_engine_reads_back_and_fills_each_tensor_in_its_place() -> None:
-    tensors = [dummy_tensor(matrix("q4_1", name="a"), 256), dummy_tensor(matrix("f32", name="b"), 1 << 20)]
-    end = tensors[1].weights_offset + tensors[1].num_bytes
+    tensors = [
+        *made_up(matrix("q4_1", name="a"), 256),
+        *made_up(matrix("f32", name="b"), 1 << 20),
+        *made_up(matrix("fp8", name="c", layout="m64"), 2 << 20),
+    ]
+    end = tensors[-1].weights_offset + tensors[-1].num_bytes
     assert list(decode_dummy_tensors(encode_dummy_tensors(tensors), end)) == tensors
     weights = np.zeros(end, np.uint8)
     fill_dummy_weights(tensors, weights)
@@ -87,7 +92,8 @@ def test_the_list_in_an_engine_reads_back_and_fills_each_tensor_in_its_place() -
 
 def test_made_up_zero_points_are_those_of_4_bits() -> None:
     parameter = matrix("int4_g64z", layout="m64")
-    packed = np.concatenate(list(dummy_chunks(dummy_tensor(parameter, 0)))).reshape(-1, 128 + 64 + 2048)
+    (tensor,) = made_up(parameter, 0)
+    packed = np.concatenate(list(dummy_chunks(tensor))).reshape(-1, 128 + 64 + 2048)
     assert sorted(np.unique(packed[:, 128:192])) == list(range(16))
 
 
@@ -101,6 +107,13 @@ def test_made_up_e4m3_codes_are_finite_and_take_every_other_value() -> None:
     tensor = DummyTensor("t", 0, 1 << 16, (DummyField(32, "e4m3"),))
     codes = np.unique(np.concatenate(list(dummy_chunks(tensor))))
     assert np.array_equal(codes, [code for code in range(256) if code not in (0x7F, 0xFF)])
+
+
+def test_made_up_float8_weights_have_row_scales_after_their_codes() -> None:
+    codes, scales = made_up(matrix("fp8", rows=70, columns=1040, layout="m64"), 0)
+    assert (codes.num_bytes, scales.weights_offset, scales.num_bytes) == (2 * 9 * 8192, 2 * 9 * 8192, 128 * 4)
+    rows = np.concatenate(list(dummy_chunks(scales))).view(np.float32)
+    assert (rows > 0).all() and len(np.unique(rows)) > 100
 
 
 def test_multiples_are_those_of_the_stored_scales() -> None:
@@ -158,7 +171,7 @@ def test_a_tensor_that_starts_inside_a_random_block_is_refused() -> None:
 
 
 def test_a_list_that_reaches_outside_the_weights_is_refused() -> None:
-    data = encode_dummy_tensors([dummy_tensor(matrix("q4_1"), 256)])
+    data = encode_dummy_tensors(made_up(matrix("q4_1"), 256))
     with pytest.raises(ValueError, match="lies outside the weights"):
         decode_dummy_tensors(data, 256)
 

@@ -76,6 +76,27 @@ def measure(reference: list[np.ndarray], ours: list[np.ndarray]) -> GateReport:
     )
 
 
+def quantized_failures(
+    exact: list[np.ndarray], reference: list[np.ndarray], ours: list[np.ndarray]
+) -> list[str]:
+    """What doesn't hold of an engine that rounds activations to float8, in words.
+
+    Rounding is a step: a difference of one bfloat16 unit in front of it may become one of 1/8, so that two right
+    implementations of a tiny random model differ by more than the gate allows. The measure is what rounding itself
+    does: `exact` logits are those of the same weights without rounded activations, `reference` those with. Ours must
+    be as near to the exact ones as the reference is, and no further from the reference than if the errors of both had
+    nothing in common (the root of 2, and a little).
+    """
+    noise, found, total = (measure(*pair) for pair in ((exact, reference), (reference, ours), (exact, ours)))
+    checks = (
+        ("mean delta from the reference", found.mean_delta, 1.5 * noise.mean_delta),
+        ("p99 delta from the reference", found.p99_delta, 1.6 * noise.p99_delta),
+        ("mean delta from the exact logits", total.mean_delta, 1.15 * noise.mean_delta),
+        ("p99 delta from the exact logits", total.p99_delta, 1.25 * noise.p99_delta),
+    )
+    return [f"{name} {value:.4f} > {bound:.4f}" for name, value, bound in checks if not value <= bound]
+
+
 def greedy_coverage(reference: list[list[int]], ours: list[list[int]]) -> float:
     """Share of tokens before the first difference, over all sequences."""
     same = total = 0

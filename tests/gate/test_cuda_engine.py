@@ -1,12 +1,16 @@
 """Engines for sm_90 on the GPU: the gate, and what must be equal to the last bit."""
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 from commands import build
-from gate_report import GateReport, measure
+from float_quantized import LINEAR, quantization_config, write_float_quantized
+from gate_report import GateReport, measure, quantized_failures
+from paged_steps import run_in_chunks, trace_checkpoint
+from safetensors.torch import save_file
 from tiny_checkpoints import load_reference, reference_logits, save_tiny_checkpoint
 
 from castiron.runtime.devices.cuda import CudaDevice
@@ -42,6 +46,10 @@ VARIANTS = {
         "vocab_size": 331,
     },
     "qwen2": {"architecture": "qwen2", **SIZES},
+    "llama-fp8-channel-dynamic": {"architecture": "llama", **SIZES},
+    "llama-fp8-channel-static": {"architecture": "llama", "attention_bias": True, **SIZES},
+    "llama-fp8-tensor-static": {"architecture": "llama", **SIZES},
+    "qwen2-fp8-tensor-dynamic-head": {"architecture": "qwen2", **SIZES},
 }
 LENGTHS = (1, 7, 63, 64, 65, 300)
 # numbers of sequences around the capacities of the decode ladder
@@ -59,17 +67,55 @@ def load(path: Path, num_blocks: int = 600, **device_options: bool) -> LLMEngine
 
 
 class Case:
-    """One tiny model: its engine file, prompts, and transformers' float32 logits."""
+    """One tiny model: its engine file, prompts, and transformers' float32 logits.
+
+    Of float8 models `expected` is what the interpreter makes of the traced graph, which rounds activations as well;
+    `exact` are transformers' logits of the same weights.
+    """
 
     def __init__(self, name: str, folder: Path) -> None:
         options = VARIANTS[name]
         checkpoint = save_tiny_checkpoint(folder / name, seed=5, **options)
-        self.path = build(checkpoint, folder / "model.engine", "--quantize", "none", *TARGET)
-        reference = load_reference(checkpoint)
+        is_fp8 = "-fp8-" in name
+        meant = checkpoint
+        if is_fp8:
+            checkpoint, meant = self._quantize(name, checkpoint, folder)
+        mode = "keep" if is_fp8 else "none"
+        self.path = build(checkpoint, folder / "model.engine", "--quantize", mode, *TARGET)
+        reference = load_reference(meant)
         rng = np.random.default_rng(11)
         vocab_size = options.get("vocab_size", 307)
         self.prompts = [rng.integers(0, vocab_size, length).tolist() for length in LENGTHS]
         self.expected = [np.asarray(reference_logits(reference, prompt)) for prompt in self.prompts]
+        self.exact: list[np.ndarray] | None = None
+        if is_fp8:
+            self.exact = self.expected
+            program, _, load_parameter = trace_checkpoint(checkpoint)
+            logits = run_in_chunks(program, load_parameter, self.prompts, max(LENGTHS))
+            self.expected = [np.asarray(own) for own in logits]
+
+    def _quantize(self, name: str, checkpoint: Path, folder: Path) -> tuple[Path, Path]:
+        """The checkpoint with float8 linears, and one in float32 of the same weights."""
+        has_head = name.endswith("-head")
+        linear = re.compile(f"lm_head\\.weight|{LINEAR.pattern}") if has_head else LINEAR
+        per_channel, static = "-channel-" in name, "-static" in name
+        config = quantization_config(per_channel, static, ignore=[] if has_head else ["lm_head"])
+        target = folder / f"{name}.float8"
+        quantized, values = write_float_quantized(
+            checkpoint, target, per_channel, static, config=config, linear=linear
+        )
+        meant = folder / f"{name}.meant"
+        meant.mkdir()
+        (meant / "config.json").write_text((checkpoint / "config.json").read_text())
+        save_file(values, meant / "model.safetensors", {"format": "pt"})
+        return quantized, meant
+
+    def check(self, ours: list[np.ndarray]) -> None:
+        """The gate; of float8 models what gate_report.quantized_failures says."""
+        if self.exact is None:
+            report(self.expected, ours)
+        else:
+            assert not quantized_failures(self.exact, self.expected, ours)
 
 
 @pytest.fixture(scope="module", params=sorted(VARIANTS))
@@ -90,12 +136,12 @@ def report(expected: list[np.ndarray], ours: list[np.ndarray]) -> GateReport:
 
 
 def test_gate_holds_alone(case: Case, engine: LLMEngine) -> None:
-    report(case.expected, [forward_logits(engine, [prompt])[0] for prompt in case.prompts])
+    case.check([forward_logits(engine, [prompt])[0] for prompt in case.prompts])
 
 
 @pytest.mark.parametrize("chunk", [None, 1, 5, 64, 129])
 def test_gate_holds_in_ragged_batches_and_chunks(case: Case, engine: LLMEngine, chunk: int | None) -> None:
-    report(case.expected, forward_logits(engine, case.prompts, chunk=chunk))
+    case.check(forward_logits(engine, case.prompts, chunk=chunk))
 
 
 def test_the_same_run_twice_is_bit_equal(case: Case, engine: LLMEngine) -> None:

@@ -3,8 +3,7 @@
 import gguf
 import numpy as np
 
-from castiron.models.schemes import SCHEMES
-from castiron.plugins_cpu.layouts import row_bytes
+from castiron.models.schemes import SCHEMES, row_bytes
 
 LARGEST_Q = 127 * 256  # of an activation's two digits, 256 * high + low
 

@@ -6,9 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from castiron.models.schemes import SCHEMES, schemes_for
+from castiron.models.schemes import SCHEMES, row_bytes, schemes_for
 from castiron.plugins_cpu import layouts
-from castiron.plugins_cpu.layouts import pack, packed_bytes, row_bytes, unpack
+from castiron.plugins_cpu.layouts import pack, packed_bytes, unpack
 
 
 def random_bytes(scheme: str, n: int, k: int, seed: int = 0) -> np.ndarray:

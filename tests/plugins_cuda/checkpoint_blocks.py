@@ -5,8 +5,7 @@ The block formats are those of ggml-common.h and ggml-quants.c of ggml, and of m
 
 import numpy as np
 
-from castiron.models.schemes import SCHEMES
-from castiron.plugins_cuda.layouts import row_bytes
+from castiron.models.schemes import SCHEMES, row_bytes
 
 # where a block keeps its f16 scales (and minimums), in bytes
 _HALVES = {

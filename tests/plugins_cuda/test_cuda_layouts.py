@@ -6,13 +6,14 @@ import numpy as np
 import pytest
 from checkpoint_blocks import decode_rows, random_rows
 
-from castiron.models.schemes import SCHEMES, schemes_for
+from castiron.models.schemes import SCHEMES, row_bytes, schemes_for
 from castiron.plugins_cuda import layouts
 from castiron.plugins_cuda.layouts import (
+    ALL_SCHEMES,
     PACKED_SCHEMES,
     pack,
     packed_bytes,
-    row_bytes,
+    tail_bytes,
     tile_bytes,
     unit_columns,
     unpack,
@@ -28,7 +29,7 @@ def ks_of(scheme: str) -> tuple[int, ...]:
     return (block, 3 * block, 8 * block) if block > 1 else (1, 8, 63, 64, 200)
 
 
-@pytest.mark.parametrize("scheme", PACKED_SCHEMES)
+@pytest.mark.parametrize("scheme", ALL_SCHEMES)
 @pytest.mark.parametrize("n", [1, 63, 64, 65, 200])
 def test_unpack_returns_the_packed_bits(scheme: str, n: int) -> None:
     for k in ks_of(scheme):
@@ -40,15 +41,20 @@ def test_unpack_returns_the_packed_bits(scheme: str, n: int) -> None:
         np.testing.assert_array_equal(unpack(scheme, packed, n, k), rows)
 
 
-@pytest.mark.parametrize("scheme", PACKED_SCHEMES)
+@pytest.mark.parametrize("scheme", ALL_SCHEMES)
 def test_packs_of_tile_aligned_slices_concatenate_to_the_pack_of_the_whole(scheme: str) -> None:
     k = ks_of(scheme)[1]
     rows = random_bytes(scheme, 270, k)
-    parts = [pack(scheme, rows[start:stop], k) for start, stop in ((0, 64), (64, 256), (256, 270))]
-    np.testing.assert_array_equal(np.concatenate(parts), pack(scheme, rows, k))
+    tiles, tails = [], []
+    for start, stop in ((0, 64), (64, 256), (256, 270)):
+        packed = pack(scheme, rows[start:stop], k)
+        tail = packed.size - tail_bytes(scheme, stop - start)
+        tiles.append(packed[:tail])
+        tails.append(packed[tail:])
+    np.testing.assert_array_equal(np.concatenate(tiles + tails), pack(scheme, rows, k))
 
 
-@pytest.mark.parametrize("scheme", PACKED_SCHEMES)
+@pytest.mark.parametrize("scheme", ALL_SCHEMES)
 def test_weights_larger_than_a_strip_round_trip(scheme: str) -> None:
     k = 2048
     n = (2 << 20) // row_bytes(scheme, k) + 3
@@ -63,7 +69,7 @@ def test_tiles_take_the_checkpoints_bytes_and_are_multiples_of_16(scheme: str) -
     assert packed_bytes(scheme, 65, unit_columns(scheme)) == 2 * tile_bytes(scheme)
 
 
-@pytest.mark.parametrize("scheme", PACKED_SCHEMES)
+@pytest.mark.parametrize("scheme", ALL_SCHEMES)
 def test_rows_and_columns_beyond_the_weight_are_packed_as_zero_bits(scheme: str) -> None:
     k = ks_of(scheme)[0]
     padded_k = unit_columns(scheme)
@@ -81,6 +87,22 @@ def test_every_element_is_where_the_docstring_says(scheme: str) -> None:
         tile = packed[row // 64, column // unit_columns(scheme)]
         value = element(scheme, tile, row % 64, column % unit_columns(scheme))
         assert value == expected[row, column], (row, column)
+
+
+@pytest.mark.parametrize(("n", "k"), [(64, 128), (70, 208), (1, 16), (192, 1024)])
+def test_fp8_codes_and_scales_are_where_the_docstring_says(n: int, k: int) -> None:
+    rows = random_bytes("fp8", n, k)
+    packed = pack("fp8", rows, k)
+    bands, tiles = -(-n // 64), -(-k // 128)
+    assert packed.size == bands * tiles * 8192 + bands * 256 == packed_bytes("fp8", n, k)
+    scales = packed[bands * tiles * 8192 :]
+    np.testing.assert_array_equal(scales[: 4 * n], rows[:, :4].reshape(-1))
+    assert not scales[4 * n :].any()
+    codes = packed[: bands * tiles * 8192].reshape(bands, tiles, 8192)
+    for row, column in np.random.default_rng(1).integers(0, (n, k), (300, 2)):
+        r, c = row % 64, column % 128
+        at = r * 128 + (c // 16 ^ r % 8) * 16 + c % 16
+        assert codes[row // 64, column // 128, at] == rows[row, 4 + column], (row, column)
 
 
 def element(scheme: str, tile: np.ndarray, row: int, column: int) -> np.float32:
@@ -162,7 +184,11 @@ def test_wrong_shapes_and_schemes_are_refused_with_what_was_expected() -> None:
 def test_packed_bytes_are_those_of_the_named_layout() -> None:
     """Engines hold packed weights: bytes that change need a new LAYOUT, then a new hash here."""
     assert layouts.LAYOUT == "m64"
-    digest = hashlib.sha256()
-    for scheme in PACKED_SCHEMES:
-        digest.update(pack(scheme, random_bytes(scheme, 67, 512), 512))
-    assert digest.hexdigest() == "5251fbeccb1031f3e8028f499ad605cf5bca57b69802009aaf22de3fbb8c7e56"
+    for schemes, expected in (
+        (PACKED_SCHEMES, "5251fbeccb1031f3e8028f499ad605cf5bca57b69802009aaf22de3fbb8c7e56"),
+        (("fp8",), "850e8f26a4b33dc8fc60cd1866ad7dd7e541b0ef3e87e7044222e9dd7c313202"),
+    ):
+        digest = hashlib.sha256()
+        for scheme in schemes:
+            digest.update(pack(scheme, random_bytes(scheme, 67, 512), 512))
+        assert digest.hexdigest() == expected, schemes

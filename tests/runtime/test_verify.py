@@ -198,6 +198,17 @@ class TestTolerances:
         _, p99 = compare([(make_case(self.logits), changed)], "bf16")
         assert p99.value > golden.MAX_P99_DIFFERENCE and not p99.passed
 
+    def test_float8_activations_have_wider_limits(self) -> None:
+        noise = np.random.default_rng(3).standard_normal(self.logits.shape).astype(np.float32)
+        for spread, passes in ((0.2, True), (2.0, False)):
+            found = compare(
+                [(make_case(self.logits), self.logits + spread * noise)], "bf16", {"fp8": 1, "f32": 1}
+            )
+            assert all(comparison.passed for comparison in found) == passes
+        assert not compare([(make_case(self.logits), self.logits + 0.2 * noise)], "bf16", {"bf16": 1})[
+            0
+        ].passed
+
     def test_a_constant_added_to_all_logits_changes_no_logprob(self) -> None:
         result = compare([(make_case(self.logits), self.logits + 3)], "bf16")
         assert all(comparison.value < 1e-5 for comparison in result)

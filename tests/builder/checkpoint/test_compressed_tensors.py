@@ -12,8 +12,9 @@ from safetensors.torch import load_file, save_file
 from tiny_checkpoints import save_tiny_checkpoint
 
 from castiron.builder.checkpoint import open_checkpoint
-from castiron.builder.checkpoint.compressed_tensors import parse_quantization, scale_warnings
+from castiron.builder.checkpoint.compressed_tensors import parse_quantization
 from castiron.builder.checkpoint.dequantize import dequantize
+from castiron.builder.checkpoint.pack_quantized import PackedGroup, scale_warnings
 from castiron.builder.checkpoint.parameter_data import load_parameter
 from castiron.builder.model_parameters import bind_model
 from castiron.builder.parameters import Parameter, Part
@@ -106,7 +107,7 @@ def edit_tensors(folder: Path, **changes: torch.Tensor | None) -> None:
     [
         ({"weight_scale": None}, "no tensor {DOWN}.weight_scale, which a packed weight needs"),
         ({"weight_shape": None}, "no tensor {DOWN}.weight_shape"),
-        ({"weight_packed": None}, "{DOWN}.weight_shape holds i64 and is no part of a packed weight"),
+        ({"weight_packed": None}, "{DOWN}.weight_shape holds i64 and is no part of a quantized weight"),
         ({"weight_shape": torch.tensor([128, 250])}, "250 columns in groups of 32, expected whole groups"),
         ({"weight_shape": torch.tensor([128, 512])}, "is i32 [128, 32], expected i32 [128, 64]"),
         ({"weight_shape": torch.tensor([-1, 256])}, "says [-1, 256], expected positive numbers"),
@@ -178,6 +179,7 @@ def test_groups_are_found_by_name_then_expression_then_kind() -> None:
     sizes = {}
     for name in ("x.q", "x.mlp.down", "x.mlp.up", "x.mlp.gate"):
         group = parsed.group_of(name)
+        assert group is None or isinstance(group, PackedGroup)
         sizes[name] = group.group_size if group is not None else None
     assert sizes == {"x.q": 32, "x.mlp.down": 64, "x.mlp.up": 128, "x.mlp.gate": None}
 
@@ -194,7 +196,7 @@ def test_no_quantization_is_none(config: dict[str, Any]) -> None:
         ({"quantization_config": {"quant_method": "awq"}}, "quantized (awq), which isn't supported: give a compr"),
         ({"quantization_config": {"bits": 4}}, "quantized (method not named)"),
         ({"compression_config": "x"}, "quantized (x)"),
-        (config_with(format="float-quantized"), "has format = 'float-quantized', expected pack-quantized"),
+        (config_with(format="naive-quantized"), "format = 'naive-quantized', expected pack-quantized or float-q"),
         (config_with(config_groups={}), "has config_groups = {}, expected at least one group"),
         (config_with(config_groups={"a": {"targets": ["Linear"]}}), "expected groups with targets and weights"),
         (config_with(num_bits=8), "has num_bits = 8, expected 4"),
