@@ -8,7 +8,7 @@ from castiron.builder.graph import symbol_of
 from castiron.builder.plan.launches import Launch, LaunchShape, Program
 from castiron.builder.plan.views import View, is_dense
 from castiron.models.kernel_spec import KernelSpec
-from castiron.plugins_cuda.kernel_spec import CudaKernelSpec, Sizes
+from castiron.plugins_cuda.kernel_spec import CudaKernelSpec, Gpu, Sizes, why_not_on
 from castiron.runtime.errors import InputError
 from castiron.runtime.plan_format import MemoryClass
 from castiron.runtime.step_abi import SYMBOLS, Bucket, bucket_capacities
@@ -26,14 +26,19 @@ class KernelUse:
 class KernelChooser:
     """Chooses among one target's kernels, and notes in `uses` what it chose and refused."""
 
-    def __init__(self, specs: Iterable[KernelSpec], num_sms: int, target: str) -> None:
-        """num_sms: multiprocessors of the GPU, 0 on the CPU; target: its name, for messages."""
+    def __init__(self, specs: Iterable[KernelSpec], gpu: Gpu | None, target: str) -> None:
+        """gpu: None on the CPU; target: its name, for messages."""
         self.uses: dict[str, KernelUse] = {}
-        self._num_sms = num_sms
+        self._gpu = gpu
         self._target = target
         self._by_op: dict[str, list[KernelSpec]] = {}
         for spec in specs:
             self._by_op.setdefault(spec.op, []).append(spec)
+
+    @property
+    def has_programmatic_edges(self) -> bool:
+        """Whether a kernel may start before the one ahead of it has ended."""
+        return self._gpu is not None and self._gpu.has_programmatic_edges
 
     def choose(self, program: Program, bucket: Bucket) -> Program:
         """The program with a kernel for every launch, at the bucket's capacities.
@@ -50,8 +55,9 @@ class KernelChooser:
             sizes: Sizes = {}
             cost = 0.0
             if isinstance(spec, CudaKernelSpec) and not reason:
-                sizes = {**_sizes(spec, launch, bucket), "num_sms": self._num_sms}
-                reason = spec.why_not(sizes)
+                assert self._gpu is not None, "CUDA kernels of a CPU target"
+                sizes = {**_sizes(spec, launch, bucket), "num_sms": self._gpu.num_sms}
+                reason = spec.why_not(sizes) or why_not_on(spec, self._gpu, sizes)
                 cost = 0.0 if reason else spec.cost(sizes)
             if reason:
                 refused[spec.name] = reason
