@@ -68,7 +68,7 @@ class Target:
         if self.status == RUN:
             return ()
         return (
-            f"target {self.name} is {self.status}: no engine for it has run on such a GPU (sizes are of an {self.gpu})",
+            f"engines for {self.name} are {self.status}: none has been tried on such a GPU (its sizes here: {self.gpu})",
         )
 
     @property

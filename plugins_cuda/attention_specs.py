@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from castiron.models.kernel_spec import parameters
+from castiron.models.kernel_spec import KernelParameter, parameters
 from castiron.plugins_cuda.kernel_spec import CudaKernelSpec, Grid, Sizes
 
 READ_BYTES_PER_US = 4.0e6
@@ -170,12 +170,17 @@ def _tiles_cost(sizes: Sizes) -> float:
     return _mixed_cost(8.0, TILES_FLOPS_PER_US)(sizes) + (TILES_CACHE_FACTOR - 1) * _cache_us(sizes)
 
 
-_ATTENTION = parameters(
-    "q:p:in0.ptr cache:p:in1.ptr block_tables:p:in2.ptr seq_lens:p:in3.ptr query_starts:p:in4.ptr y:p:out0.ptr "
-    "partials:p:scratch.ptr counters:p:counters.ptr header:p:header.ptr q_stride:l:in0.stride0 "
-    "y_stride:l:out0.stride0 num_heads:i:in0.dim1 kv_heads:i:in1.dim2 head_dim:i:in0.dim2 block_size:i:in1.dim3 "
-    "table_width:i:in2.dim1 scale:f:attr.scale"
-)
+def _attention_parameters(partials: str, counters: str) -> tuple[KernelParameter, ...]:
+    """Where the memory for sums of a sequence that is split comes from."""
+    return parameters(
+        "q:p:in0.ptr cache:p:in1.ptr block_tables:p:in2.ptr seq_lens:p:in3.ptr query_starts:p:in4.ptr "
+        f"y:p:out0.ptr partials:p:{partials} counters:p:{counters} header:p:header.ptr q_stride:l:in0.stride0 "
+        "y_stride:l:out0.stride0 num_heads:i:in0.dim1 kv_heads:i:in1.dim2 head_dim:i:in0.dim2 "
+        "block_size:i:in1.dim3 table_width:i:in2.dim1 scale:f:attr.scale"
+    )
+
+
+_ATTENTION = _attention_parameters("scratch.ptr", "counters.ptr")
 _ATTENTION_OPERANDS = {"in0": "bf16", "in2": "i32", "in3": "i32", "in4": "i32", "out0": "bf16"}
 
 
@@ -237,7 +242,7 @@ def _tiles(head_dim: int) -> CudaKernelSpec:
         name=f"paged_attention.bf16.tiles.d{head_dim}",
         op="paged_attention",
         cache_dtype="bf16",
-        parameters=_ATTENTION,
+        parameters=_attention_parameters("zero", "zero"),
         params_struct="PagedAttentionParams",
         source="paged_attention_mixed.cu",
         entry="paged_attention_mixed",

@@ -15,7 +15,9 @@ _GROUP_TOKENS = 2048  # over which the weight is read once
 # Not measured on the GPUs this is for: 55 % of an A100's bf16 rate at the largest tile, less at smaller ones.
 _SM_FLOPS_PER_MICROSECOND = 2.9e6
 _EFFICIENCY = {(128, 128): 0.55, (128, 64): 0.45, (64, 64): 0.35, (64, 16): 0.15}  # by (rows, tokens)
-_QUANTIZED = 0.7  # of that, where weights are dequantized
+_TILE_MICROSECONDS = (
+    0.8  # to dequantize 64 x 64 weights, by a CTA; linear_many takes 0.33 with twice the warps
+)
 _MEMORY_BYTES_PER_MICROSECOND = 1.4e6
 _CTA_BYTES_PER_MICROSECOND = 0.02e6
 _START_MICROSECONDS = 4.0
@@ -60,18 +62,19 @@ def _why_not(sizes: Sizes) -> str:
 
 def _cost(scheme: str, tiling: Tiling) -> Callable[[Sizes], float]:
     weight_bytes_of_element = tile_bytes(scheme) / (TILE_ROWS * unit_columns(scheme))
-    efficiency = _EFFICIENCY[tiling.rows, tiling.tokens] * (1.0 if scheme == "bf16" else _QUANTIZED)
+    rate = _SM_FLOPS_PER_MICROSECOND * _EFFICIENCY[tiling.rows, tiling.tokens]
+    tile_time = 0.0 if scheme == "bf16" else _TILE_MICROSECONDS
 
     def cost(sizes: Sizes) -> float:
         tiles = _num_tiles(tiling, sizes)
         waves = -(-tiles // sizes["num_sms"])
-        rate = _SM_FLOPS_PER_MICROSECOND * efficiency
         flops = waves * 2 * tiling.rows * tiling.tokens * sizes["k"] / rate
+        dequantizing = waves * tiling.rows / TILE_ROWS * sizes["k"] / _STEP * tile_time
         passes = -(-sizes["rows"] // _GROUP_TOKENS)
         weight_bytes = -(-sizes["n"] // TILE_ROWS) * TILE_ROWS * sizes["k"] * weight_bytes_of_element * passes
         readers = min(-(-sizes["n"] // tiling.rows), sizes["num_sms"])
         memory = weight_bytes / min(_MEMORY_BYTES_PER_MICROSECOND, readers * _CTA_BYTES_PER_MICROSECOND)
-        return _START_MICROSECONDS + max(flops, memory)
+        return _START_MICROSECONDS + max(flops, memory, dequantizing)
 
     return cost
 

@@ -31,7 +31,9 @@ def cubin_member(spec: CudaKernelSpec) -> str:
 class PlanEmitter:
     """Collects the records of all plans of one engine."""
 
-    has_programmatic_edges: bool  # of the target; without them a CUDA kernel waits for the end of the one before
+    has_programmatic_edges: (
+        bool  # of the target; without them a CUDA kernel waits for the end of the one before
+    )
     _kernels: dict[str, int] = field(default_factory=dict)
     _kernel_records: list[Kernel] = field(default_factory=list)
     _records: list[np.ndarray] = field(default_factory=list)

@@ -17,11 +17,11 @@ namespace {
 constexpr int kStep = 64;                  // columns
 constexpr int kUnitSteps = kUnit / kStep;  // of a weight tile
 constexpr int kWarps = ROW_WARPS * TOKEN_WARPS, kThreads = 32 * kWarps;
-constexpr int kRowTiles = ROWS / kTileRows;             // m64 tiles
-constexpr int kPanels = ROWS / 16 / ROW_WARPS;          // of 16 weight rows, of a warp
-constexpr int kTokenTiles = TOKENS / 16 / TOKEN_WARPS;  // of 16 tokens, of a warp
-constexpr int kXBytes = TOKENS * kStep * 2;             // of a step
-constexpr int kWeightBytes = kRowTiles * kTileBytes;    // of a unit
+constexpr int kRowTiles = ROWS / kTileRows;                  // m64 tiles
+constexpr int kPanels = ROWS / 16 / ROW_WARPS;               // of 16 weight rows, of a warp
+constexpr int kTokenTiles = TOKENS / 16 / TOKEN_WARPS;       // of 16 tokens, of a warp
+constexpr int kXBytes = TOKENS * kStep * 2;                  // of a step
+constexpr int kWeightBytes = kRowTiles * kTileBytes;         // of a unit
 constexpr int kWeightSlots = (STAGES - 2) / kUnitSteps + 2;  // units that STAGES steps in a line may touch
 constexpr int kGroupTiles = 2048 / TOKENS;                   // token tiles in L2 while the weight streams by
 
@@ -33,8 +33,8 @@ struct Work {
     int live, first_token, first_row, units, steps;
     bool has_any;
 
-    // The tile of this CTA. Groups of kGroupTiles token tiles; in a group tokens vary fastest, so that the CTAs
-    // that run at one time read few weight rows and all of the group's tokens.
+    // The tile of this CTA. Groups of kGroupTiles token tiles; in a group tokens vary fastest, so that the
+    // CTAs that run at one time read few weight rows and all of the group's tokens.
     __device__ explicit Work(const LinearParams &p) {
         live = p.header[p.count];
         const int token_tiles = (live + TOKENS - 1) / TOKENS, row_tiles = (p.n + ROWS - 1) / ROWS;
@@ -65,8 +65,8 @@ __device__ __forceinline__ void copy_weights(const LinearParams &p, const Work &
     }
 }
 
-// x[tokens, columns of the step]; a token is 128 bytes, its chunk c at c ^ (token & 7). Tokens beyond the live
-// ones and columns beyond k become zeros, unread.
+// x[tokens, columns of the step]; a token is 128 bytes, its chunk c at c ^ (token & 7). Tokens beyond the
+// live ones and columns beyond k become zeros, unread.
 __device__ __forceinline__ void copy_x(const LinearParams &p, const Work &work, int step, uint8_t *to,
                                        bool is_aligned) {
 #pragma unroll

@@ -93,7 +93,8 @@ __device__ __forceinline__ CodeWords load_code_words(const uint8_t *tile, int pa
     return words;
 }
 
-// Before sm_90 the only arithmetic on bf16 pairs is fma, which rounds once as well: b * -1 + a, and a * b - 0.
+// Before sm_90 the only arithmetic on bf16 pairs is fma, which rounds once as well: b * -1 + a, and a * b -
+// 0.
 __device__ __forceinline__ uint32_t subtract_bf16x2(uint32_t a, uint32_t b) {
     uint32_t difference;
 #if __CUDA_ARCH__ >= 900
