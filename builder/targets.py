@@ -68,7 +68,8 @@ class Target:
         if self.status == RUN:
             return ()
         return (
-            f"engines for {self.name} are {self.status}: none has been tried on such a GPU (its sizes here: {self.gpu})",
+            f"engines for {self.name} are {self.status}: none has been tried on such a GPU "
+            f"(its sizes here: {self.gpu})",
         )
 
     @property

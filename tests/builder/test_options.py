@@ -66,7 +66,7 @@ def test_every_flag_reaches_its_option() -> None:
         (["m", "-o", "x", "--tune"], "--tune needs CUDA kernels"),
         (["m", "-o", "x", "--max-seqs", "0"], "--max-seqs is 0, expected a positive number"),
         (["m", "-o", "x", "--max-seq-len", "9999999999"], "below 2^31"),
-        (["m", "-o", "x", "--target", "sm_37"], "or sm_90"),
+        (["m", "-o", "x", "--target", "sm_37"], "or sm_80, sm_89, sm_90, sm_100a"),
         (["m", "-o", "x", "--target", "tpu"], "unknown target 'tpu'"),
         (["m", "-o", "x", "--target", "cpu:avx9000"], "unknown CPU level 'avx9000'"),
         (["/no/such/model", "-o", "x"], "no such file or folder"),
