@@ -151,7 +151,7 @@ def _open(options: BuildOptions, target: Target, phases: Phases, stack: ExitStac
         profile = resolve_profile(options, target, model.config)
         tokenizer = None if is_alias else build_tokenizer(checkpoint)
         notes.append(f"{model.family.name} from {checkpoint.source_format}, compute {compute}")
-    for warning in model.warnings:
+    for warning in (*target.warnings, *model.warnings):
         phases.say(f"warning: {warning}")
     table_width = -(-profile.max_seq_len // target.block_size)
     group = CacheGroup("kv", "paged", target.block_size, table_width)
@@ -333,7 +333,7 @@ def _report(
         parameters,
         quantization_error=error,
         golden_level=golden_level,
-        warnings=opened.model.warnings,
+        warnings=(*target.warnings, *opened.model.warnings),
         batch_invariant=options.batch_invariant,
         row_stable=target.is_row_stable,
         tuning=built.tuning,

@@ -64,7 +64,12 @@ def _parser() -> argparse.ArgumentParser:
         help="Hugging Face folder, .gguf file, hub id, or alias (public sizes)",
     )
     add("-o", "--output", type=output_file, metavar="OUT.engine", help="the engine file to write")
-    add("--target", metavar="TARGET", help="cpu (this machine's best level, the default) or cpu:LEVEL")
+    add(
+        "--target",
+        metavar="TARGET",
+        help="cpu (this machine's best level, the default), cpu:LEVEL, sm_90, or one of sm_80, sm_89, sm_100a, "
+        "sm_120a, sm_121a, whose engines are compiled, not run",
+    )
     modes = [*QUANTIZE_MODES, *FUTURE_QUANTIZE_MODES]
     add(
         "--quantize",

@@ -3,7 +3,7 @@
 from castiron.builder.memory_needs import MemoryNeeds
 from castiron.builder.plan.planner import PlannedEngine
 from castiron.builder.targets import Target
-from castiron.runtime.manifest import Profile
+from castiron.runtime.manifest import RUN, Profile
 
 _UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 
@@ -19,9 +19,10 @@ def describe_plan_text(
 ) -> str:
     """What an engine would hold and need."""
     header = planned.header
+    status = "" if target.status == RUN else f" ({target.status})"
     lines = [
         f"model      {name}",
-        f"target     {target.name}, compute {compute}, cache {header.cache_tensors[0].dtype}",
+        f"target     {target.name}{status}, compute {compute}, cache {header.cache_tensors[0].dtype}",
         f"serves     {profile.max_seqs} sequences of up to {profile.max_seq_len} tokens, "
         f"{profile.max_batched_tokens} tokens a step",
         f"memory     {size_text(needs.minimum)} for one sequence of {profile.max_seq_len} tokens: weights "

@@ -70,7 +70,11 @@ def make_manifest(
         model=model,
         # a CUDA engine brings its kernels, and with them what they take
         target=TargetInfo(
-            target.kind, target.level, abi_hash() if target.kind == "cpu" else "", target.requirements
+            target.kind,
+            target.level,
+            abi_hash() if target.kind == "cpu" else "",
+            target.requirements,
+            target.status,
         ),
         profile=profile,
         quantization=quantization,

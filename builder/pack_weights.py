@@ -11,6 +11,7 @@ from castiron.builder.parameters import Parameter
 from castiron.builder.plan.layouts import layout_of
 from castiron.builder.plan.weights import WeightsLayout, parameter_bytes
 from castiron.builder.safetensors_writer import encode_header
+from castiron.models.schemes import row_bytes
 from castiron.runtime.engine_file_writer import EngineFileWriter
 from castiron.runtime.errors import WorkFailedError
 from castiron.runtime.manifest import WeightsFile

@@ -11,10 +11,12 @@ from castiron.builder.plan.kernel_choice import KernelChooser
 from castiron.builder.plan.tactics import StoredTactics
 from castiron.models.kernel_spec import KernelSpec
 from castiron.plugins_cpu.specs import SPECS as CPU_SPECS
+from castiron.plugins_cuda.compile import ARCHITECTURES
+from castiron.plugins_cuda.kernel_spec import Gpu
 from castiron.plugins_cuda.specs import SPECS as CUDA_SPECS
 from castiron.runtime.devices import kernel_library
 from castiron.runtime.errors import InputError
-from castiron.runtime.manifest import Profile
+from castiron.runtime.manifest import RUN, Profile
 from castiron.runtime.step_abi import Bucket
 
 _LADDERS: dict[str, Callable[[Profile], list[tuple[str, Bucket]]]] = {
@@ -33,6 +35,8 @@ class Target:
     name: str  # "cpu:amx", "sm_90"
     kind: str  # "cpu" or "cuda"
     level: str  # cpu: one of kernel_library.LEVELS; cuda: "sm_90"
+    gpu: str  # one that the sizes below are of, "H200"; "" on the CPU
+    status: str  # manifest.RUN, or what has been done instead of running its engines
     is_local: bool  # this machine can run it, and is what was asked for
     layout: str  # of packed weights
     compute: tuple[str, ...]  # modes it has kernels for
@@ -54,7 +58,20 @@ class Target:
 
     def kernel_chooser(self, stored: StoredTactics | None = None) -> KernelChooser:
         """Chooses among the target's kernels, by measured times where `stored` has them."""
-        return KernelChooser(_SPECS[self.kind].values(), self.num_sms, self.name, stored)
+        gpu = None
+        if self.kind == "cuda":
+            gpu = Gpu(ARCHITECTURES[self.level], self.num_sms, self.requirements["shared_bytes_per_block"])
+        return KernelChooser(_SPECS[self.kind].values(), gpu, self.name, stored)
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What to know before an engine for it is relied upon."""
+        if self.status == RUN:
+            return ()
+        return (
+            f"engines for {self.name} are {self.status}: none has been tried on such a GPU "
+            f"(its sizes here: {self.gpu})",
+        )
 
     @property
     def is_row_stable(self) -> bool:
@@ -63,7 +80,7 @@ class Target:
 
 
 def resolve_target(name: str) -> Target:
-    """The target called "cpu" (this machine's best level), "cpu:LEVEL" or "sm_90".
+    """The target called "cpu" (this machine's best level), "cpu:LEVEL", "sm_90", "sm_80", ...
 
     Raises InputError for a name that isn't known or has no kernels.
     """

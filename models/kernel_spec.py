@@ -12,7 +12,7 @@ l (int64), i (int32), f (float32), t (a tensor map of 128 bytes; CUDA only, firs
     header.ptr              the step header (CUDA; CPU kernels get it in their context)
     scratch.ptr             memory of this launch alone (CUDA)
     counters.ptr            memory that is zero between launches (CUDA)
-    zero                    padding
+    zero                    padding, or an address this kernel doesn't use
 """
 
 from dataclasses import dataclass

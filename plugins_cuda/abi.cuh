@@ -153,8 +153,17 @@ struct SampleRandomParams {
 
 // Programmatic dependent launch. Every kernel calls wait_for_inputs() on every path of every CTA before it
 // reads or writes anything but weights, load-time tables and the step block (which no kernel writes), and
-// before any return. let_next_start() lets the next kernel of the plan begin its own prologue.
-__device__ __forceinline__ void wait_for_inputs() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-__device__ __forceinline__ void let_next_start() { asm volatile("griddepcontrol.launch_dependents;"); }
+// before any return. let_next_start() lets the next kernel of the plan begin its own prologue. GPUs before
+// sm_90 don't have it: there a kernel starts when the one before it has ended, and neither has an effect.
+__device__ __forceinline__ void wait_for_inputs() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void let_next_start() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
 
 }  // namespace castiron

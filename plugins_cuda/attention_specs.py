@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from castiron.models.kernel_spec import parameters
+from castiron.models.kernel_spec import KernelParameter, parameters
 from castiron.plugins_cuda.kernel_spec import CudaKernelSpec, Grid, Sizes
 
 READ_BYTES_PER_US = 4.0e6
@@ -19,6 +19,13 @@ MOST_SPLIT_CTAS = 512  # kMaxCtas there
 MOST_GROUP = 16
 MOST_DECODE_QUERY_LEN = 16
 MIXED_TOKENS = 64  # kv tokens of a stage of the mixed kernel, half as many if head_dim > 128
+MIXED_SPLIT_ROWS = 64  # rows up to which it splits a sequence over its kv tokens
+# The mixed kernel with nothing but tiles, for GPUs whose blocks have 99 KiB of shared memory
+TILES_WARPS = 4
+TILES_CACHE_FACTOR = 4  # how much longer than split-KV attention it reads the cache: few CTAs have all of it
+TILES_FLOPS_PER_US = 150e6
+_STATIC_SHARED_BYTES = 20 * 1024  # at most, of split-KV attention and tiles
+_TILES_STATIC_SHARED_BYTES = 4352
 ROPE_COS_SIN_THREADS = 128
 ROPE_KV_WRITE_THREADS = 256
 
@@ -70,9 +77,12 @@ def _split_shared_bytes(head_dim: int, mixed: bool) -> int:
     return _warps(head_dim, mixed) * (ring + merge)
 
 
+def _mixed_stage_tokens(head_dim: int) -> int:
+    return MIXED_TOKENS if head_dim <= 128 else MIXED_TOKENS // 2
+
+
 def _mixed_shared_bytes(head_dim: int) -> int:
-    tokens = MIXED_TOKENS if head_dim <= 128 else MIXED_TOKENS // 2
-    tile = _tile_stages(head_dim) * 2 * tokens * head_dim * 2
+    tile = _tile_stages(head_dim) * 2 * _mixed_stage_tokens(head_dim) * head_dim * 2
     queries = _warps(head_dim, mixed=True) * 16 * head_dim * 2 if head_dim > 128 else 0
     return 1024 + max(tile + queries, _split_shared_bytes(head_dim, mixed=True))  # 1024 to align
 
@@ -92,6 +102,25 @@ def _counters_bytes(sizes: Sizes) -> int:
 
 def _group(sizes: Sizes) -> int:
     return sizes["num_heads"] // sizes["kv_heads"]
+
+
+def _tiles_stage_tokens(head_dim: int) -> int:
+    return MIXED_TOKENS if head_dim <= 128 else MIXED_TOKENS // 4
+
+
+def _tiles_stages(head_dim: int) -> int:
+    return 2 if head_dim == 128 else 3
+
+
+def _tiles_shared_bytes(head_dim: int) -> int:
+    tile = _tiles_stages(head_dim) * 2 * _tiles_stage_tokens(head_dim) * head_dim * 2
+    queries = TILES_WARPS * 16 * head_dim * 2 if head_dim > 128 else 0
+    return 1024 + tile + queries  # 1024 to align
+
+
+def _tiles_grid(sizes: Sizes) -> Grid:
+    tiles = -(-sizes["max_tokens"] * _group(sizes) // (16 * TILES_WARPS)) + sizes["max_seqs"]
+    return (sizes["num_sms"], -(-tiles * sizes["kv_heads"] // sizes["num_sms"]), 1)
 
 
 def _mixed_grid(sizes: Sizes) -> Grid:
@@ -137,12 +166,21 @@ def _mixed_cost(fixed: float, flops_per_us: float) -> Callable[[Sizes], float]:
     return cost
 
 
-_ATTENTION = parameters(
-    "q:p:in0.ptr cache:p:in1.ptr block_tables:p:in2.ptr seq_lens:p:in3.ptr query_starts:p:in4.ptr y:p:out0.ptr "
-    "partials:p:scratch.ptr counters:p:counters.ptr header:p:header.ptr q_stride:l:in0.stride0 "
-    "y_stride:l:out0.stride0 num_heads:i:in0.dim1 kv_heads:i:in1.dim2 head_dim:i:in0.dim2 block_size:i:in1.dim3 "
-    "table_width:i:in2.dim1 scale:f:attr.scale"
-)
+def _tiles_cost(sizes: Sizes) -> float:
+    return _mixed_cost(8.0, TILES_FLOPS_PER_US)(sizes) + (TILES_CACHE_FACTOR - 1) * _cache_us(sizes)
+
+
+def _attention_parameters(partials: str, counters: str) -> tuple[KernelParameter, ...]:
+    """Where the memory for sums of a sequence that is split comes from."""
+    return parameters(
+        "q:p:in0.ptr cache:p:in1.ptr block_tables:p:in2.ptr seq_lens:p:in3.ptr query_starts:p:in4.ptr "
+        f"y:p:out0.ptr partials:p:{partials} counters:p:{counters} header:p:header.ptr q_stride:l:in0.stride0 "
+        "y_stride:l:out0.stride0 num_heads:i:in0.dim1 kv_heads:i:in1.dim2 head_dim:i:in0.dim2 "
+        "block_size:i:in1.dim3 table_width:i:in2.dim1 scale:f:attr.scale"
+    )
+
+
+_ATTENTION = _attention_parameters("scratch.ptr", "counters.ptr")
 _ATTENTION_OPERANDS = {"in0": "bf16", "in2": "i32", "in3": "i32", "in4": "i32", "out0": "bf16"}
 
 
@@ -160,6 +198,7 @@ def _decode(head_dim: int) -> CudaKernelSpec:
         grid=lambda sizes: (_split_ctas(sizes), 1, 1),
         operands=_ATTENTION_OPERANDS,
         shared_bytes=lambda _: _split_shared_bytes(head_dim, mixed=False),
+        static_shared_bytes=_STATIC_SHARED_BYTES,
         scratch_bytes=_scratch_bytes,
         counters_bytes=_counters_bytes,
         why_not=_attention_why_not(head_dim, MOST_DECODE_QUERY_LEN),
@@ -181,15 +220,47 @@ def _mixed(head_dim: int, *, wgmma: bool) -> CudaKernelSpec:
             ("STAGES", str(_split_stages(head_dim, mixed=True))),
             ("PREFILL_STAGES", str(_tile_stages(head_dim))),
             ("WGMMA", str(int(wgmma))),
+            ("WARPS", str(_warps(head_dim, mixed=True))),
+            ("TILE_TOKENS", str(_mixed_stage_tokens(head_dim))),
+            ("SPLIT_ROWS", str(MIXED_SPLIT_ROWS)),
         ),
+        architecture="sm_90a" if wgmma else "sm_80",
         threads=32 * _warps(head_dim, mixed=True),
         grid=_mixed_grid,
         operands=_ATTENTION_OPERANDS,
         shared_bytes=lambda _: _mixed_shared_bytes(head_dim),
+        static_shared_bytes=_STATIC_SHARED_BYTES,
         scratch_bytes=_scratch_bytes,
         counters_bytes=_counters_bytes,
         why_not=_attention_why_not(head_dim, 0),
         cost=_mixed_cost(6.0, WGMMA_FLOPS_PER_US if wgmma else MMA_FLOPS_PER_US),
+    )
+
+
+def _tiles(head_dim: int) -> CudaKernelSpec:
+    return CudaKernelSpec(
+        name=f"paged_attention.bf16.tiles.d{head_dim}",
+        op="paged_attention",
+        cache_dtype="bf16",
+        parameters=_attention_parameters("zero", "zero"),
+        params_struct="PagedAttentionParams",
+        source="paged_attention_mixed.cu",
+        entry="paged_attention_mixed",
+        defines=(
+            ("HEAD_DIM", str(head_dim)),
+            ("PREFILL_STAGES", str(_tiles_stages(head_dim))),
+            ("WGMMA", "0"),
+            ("WARPS", str(TILES_WARPS)),
+            ("TILE_TOKENS", str(_tiles_stage_tokens(head_dim))),
+            ("SPLIT_ROWS", "0"),
+        ),
+        threads=32 * TILES_WARPS,
+        grid=_tiles_grid,
+        operands=_ATTENTION_OPERANDS,
+        shared_bytes=lambda _: _tiles_shared_bytes(head_dim),
+        static_shared_bytes=_TILES_STATIC_SHARED_BYTES,
+        why_not=_attention_why_not(head_dim, 0),
+        cost=_tiles_cost,
     )
 
 
@@ -235,4 +306,5 @@ SPECS = (
     *(_decode(head_dim) for head_dim in HEAD_DIMS),
     *(_mixed(head_dim, wgmma=False) for head_dim in HEAD_DIMS),
     *(_mixed(head_dim, wgmma=True) for head_dim in WGMMA_HEAD_DIMS),
+    *(_tiles(head_dim) for head_dim in HEAD_DIMS),
 )  # fmt: skip

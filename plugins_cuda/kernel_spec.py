@@ -13,6 +13,20 @@ Sizes = Mapping[str, int]
 Grid = tuple[int, int, int]
 
 
+@dataclass(frozen=True)
+class Gpu:
+    """What of a target's GPU decides which kernels run there, and how they are launched."""
+
+    architecture: str  # that kernels are compiled for: "sm_80", "sm_90a", ...
+    num_sms: int
+    shared_bytes_per_block: int  # static and dynamic together
+
+    @property
+    def has_programmatic_edges(self) -> bool:
+        """Whether it has griddepcontrol."""
+        return _number(self.architecture) >= 90
+
+
 def _none(_: Sizes) -> int:
     return 0
 
@@ -28,6 +42,8 @@ class CudaKernelSpec(KernelSpec):
     `cost` estimates µs at the bucket's full capacity; of the kernels that support a launch the cheapest is taken.
     """
 
+    # the oldest architecture it runs on; one that ends in "a" is the only one
+    architecture: str = "sm_80"
     source: str  # file in kernels/
     entry: str  # extern "C" function in it
     threads: int
@@ -36,6 +52,7 @@ class CudaKernelSpec(KernelSpec):
     defines: tuple[tuple[str, str], ...] = ()
     cluster: Grid = (1, 1, 1)
     shared_bytes: Callable[[Sizes], int] = _none  # dynamic shared memory
+    static_shared_bytes: int = 0  # at most, of what the source declares beside the dynamic ones
     scratch_bytes: Callable[[Sizes], int] = _none
     counters_bytes: Callable[[Sizes], int] = _none
     boxes: Mapping[str, tuple[int, int]] = field(
@@ -43,3 +60,21 @@ class CudaKernelSpec(KernelSpec):
     )  # parameter of type t -> (columns, rows)
     why_not: Callable[[Sizes], str] = _any  # "" = supports these sizes, else the reason
     cost: Callable[[Sizes], float] = lambda _: 1.0
+
+
+def why_not_on(spec: CudaKernelSpec, gpu: Gpu, sizes: Sizes) -> str:
+    """Why the kernel can't run on this GPU at these sizes, "" if it can."""
+    if spec.architecture.endswith("a"):
+        if spec.architecture != gpu.architecture:
+            return f"has instructions of {spec.architecture} only, not of {gpu.architecture}"
+    elif _number(gpu.architecture) < _number(spec.architecture):
+        return f"needs {spec.architecture} or newer, not {gpu.architecture}"
+    shared_bytes = spec.shared_bytes(sizes) + spec.static_shared_bytes
+    if shared_bytes > gpu.shared_bytes_per_block:
+        return f"takes {shared_bytes} bytes of shared memory, a block has {gpu.shared_bytes_per_block}"
+    return ""
+
+
+def _number(architecture: str) -> int:
+    """90 of "sm_90a"."""
+    return int(architecture.removeprefix("sm_").rstrip("a"))

@@ -12,6 +12,7 @@ SPLITS = (1, 2, 4, 8)  # CTAs of a cluster that share k
 _SM_BYTES = 230_000  # of shared memory that a CTA may have; half of it lets two run on a multiprocessor
 _MOST_WARPS, _FEWEST_WARPS = 8, 3
 _MOST_SLOTS = 4
+_BARRIER_BYTES = 8 * (_MOST_WARPS * _MOST_SLOTS + 1)
 # Of times on an H200; a CTA's rates are those of one alone on its multiprocessor.
 _START_US = 1.7
 _SPLIT_US = 0.7  # to send and add the sums of a cluster
@@ -135,6 +136,7 @@ def _linear(scheme: str, tokens: int, dtype: str, split: int) -> CudaKernelSpec:
             "x_stride:l:in0.stride0 y_stride:l:out0.stride0 count:i:in0.count n:i:in1.dim0 k:i:in1.dim1 pad:i:zero"
         ),
         params_struct="LinearParams",
+        architecture="sm_90",  # bulk copies, clusters
         scheme=scheme,
         weight_input=1,
         k_multiple=32,
@@ -146,6 +148,7 @@ def _linear(scheme: str, tokens: int, dtype: str, split: int) -> CudaKernelSpec:
         defines=tuple((name, str(value)) for name, value in defines.items()),
         cluster=(split, 1, 1),
         shared_bytes=lambda _: tiling.shared_bytes,
+        static_shared_bytes=_BARRIER_BYTES,
         why_not=_why_not(tiling, split),
         cost=_cost(tiling, split),
     )

@@ -176,6 +176,7 @@ def _spec(scheme: str, tiling: Tiling, dtype: str) -> CudaKernelSpec:
             "y_stride:l:out0.stride0 count:i:in0.count n:i:in1.dim0 k:i:in1.dim1 pad:i:zero"
         ),
         params_struct="LinearTmaParams",
+        architecture="sm_90a",  # warpgroup multiplies
         scheme=scheme,
         weight_input=1,
         source="linear_many.cu",

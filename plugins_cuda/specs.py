@@ -6,6 +6,7 @@ from castiron.plugins_cuda import (
     attention_specs,
     linear_few_specs,
     linear_many_specs,
+    linear_mma_specs,
     row_specs,
     sampling_specs,
 )
@@ -27,5 +28,6 @@ SPECS: dict[str, CudaKernelSpec] = by_name(
     sampling_specs.SPECS,
     linear_few_specs.SPECS,
     linear_many_specs.SPECS,
+    linear_mma_specs.SPECS,
     attention_specs.SPECS,
 )

@@ -40,11 +40,15 @@ class ModelInfo(msgspec.Struct, frozen=True):
     generation_defaults: dict[str, float]  # temperature, top_p, top_k of the model's generation config
 
 
+RUN = "run"  # TargetInfo.status: engines for the target have run and passed the tests
+
+
 class TargetInfo(msgspec.Struct, frozen=True):
     kind: str  # "cpu" or "cuda"
-    level: str  # cpu: "generic", "x86-64-v3", "avx512-vnni", "amx"; cuda: "sm_90"
+    level: str  # cpu: "generic", "x86-64-v3", "avx512-vnni", "amx"; cuda: "sm_90", "sm_80", ...
     kernel_abi_hash: str  # cpu: of abi.h
     requirements: dict[str, Any] = {}  # cuda: driver, compute capability, memory, SM count
+    status: str = RUN  # else what was done: "compiled, not run"
 
 
 class Profile(msgspec.Struct, frozen=True):

@@ -3,6 +3,7 @@
 from typing import Any
 
 from castiron.runtime.diff_engines import Difference
+from castiron.runtime.manifest import RUN
 from castiron.runtime.printable import one_line
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
@@ -19,7 +20,8 @@ def summary_lines(summary: dict[str, Any]) -> list[str]:
         f"step ABI {manifest['step_abi_version']}",
         f"model         {model['name']} ({model['family']}), {model['num_parameters'] / 1e6:,.1f} M "
         f"parameters, vocabulary {model['vocab_size']:,}, EOS {_list(model['eos_token_ids'])}",
-        f"target        {target['kind']} {target['level']}, kernel ABI {target['kernel_abi_hash'][:12]}",
+        f"target        {target['kind']} {target['level']}{_status(target)}, "
+        f"kernel ABI {target['kernel_abi_hash'][:12]}",
         f"profile       {profile['max_seqs']} sequences of up to {profile['max_seq_len']:,} tokens, "
         f"{profile['max_batched_tokens']:,} tokens a step",
         f"quantization  {quantization['mode']}, compute {quantization['compute']}, "
@@ -108,6 +110,12 @@ def difference_lines(differences: list[Difference]) -> list[str]:
         one_line(f"{item.what}: {_value_text(item.left)} -> {_value_text(item.right)}")
         for item in differences
     ]
+
+
+def _status(target: dict[str, Any]) -> str:
+    """What is to be known of a target whose engines haven't run."""
+    status = one_line(target["status"])
+    return "" if status == RUN else f" ({status})"
 
 
 def size_text(num_bytes: int) -> str:

@@ -31,6 +31,9 @@ def cubin_member(spec: CudaKernelSpec) -> str:
 class PlanEmitter:
     """Collects the records of all plans of one engine."""
 
+    has_programmatic_edges: (
+        bool  # of the target; without them a CUDA kernel waits for the end of the one before
+    )
     _kernels: dict[str, int] = field(default_factory=dict)
     _kernel_records: list[Kernel] = field(default_factory=list)
     _records: list[np.ndarray] = field(default_factory=list)
@@ -47,15 +50,16 @@ class PlanEmitter:
         """Append one plan.
 
         On the CPU a record gets a barrier if it depends on one that no barrier has closed yet. On CUDA the
-        records are a chain of programmatic edges: each kernel waits for the one before it, which waited for
-        all others.
+        records are a chain, of programmatic edges where the target has them: each kernel waits for the one
+        before it, which waited for all others.
         """
         start = len(self._records)
         tracker = HazardTracker()
         last_barrier = 0
         for index, launch in enumerate(program.launches):
             if launch.shape is not None:
-                flags = RecordFlag.PDL_IN_EDGE if index else RecordFlag(0)
+                is_programmatic = index > 0 and self.has_programmatic_edges
+                flags = RecordFlag.PDL_IN_EDGE if is_programmatic else RecordFlag(0)
                 self._add_record(launch, placement, [index - 1] if index else [], flags)
                 continue
             dependencies = tracker.add(index, accesses(launch, placement))

@@ -17,7 +17,7 @@ from castiron.builder.plan.tactics import (
 )
 from castiron.builder.plan.views import View, is_dense
 from castiron.models.kernel_spec import KernelSpec
-from castiron.plugins_cuda.kernel_spec import CudaKernelSpec, Sizes
+from castiron.plugins_cuda.kernel_spec import CudaKernelSpec, Gpu, Sizes, why_not_on
 from castiron.runtime.errors import InputError
 from castiron.runtime.plan_format import MemoryClass
 from castiron.runtime.step_abi import SYMBOLS, Bucket, bucket_capacities
@@ -36,12 +36,12 @@ class KernelChooser:
     """Chooses among one target's kernels, and notes in `uses` and `tactics` what it chose and refused."""
 
     def __init__(
-        self, specs: Iterable[KernelSpec], num_sms: int, target: str, stored: StoredTactics | None = None
+        self, specs: Iterable[KernelSpec], gpu: Gpu | None, target: str, stored: StoredTactics | None = None
     ) -> None:
-        """num_sms: multiprocessors of the GPU, 0 on the CPU; target: its name, for messages; stored: measured times."""
+        """gpu: None on the CPU; target: its name, for messages; stored: measured times."""
         self.uses: dict[str, KernelUse] = {}
         self.tactics: dict[str, TacticUse] = {}  # by key; CUDA launches alone
-        self._num_sms = num_sms
+        self._gpu = gpu
         self._target = target
         self._stored = stored
         self._alternatives: dict[Hashable, Alternatives] = {}  # of launches that look alike,
@@ -49,6 +49,11 @@ class KernelChooser:
         self._by_op: dict[str, list[KernelSpec]] = {}
         for spec in specs:
             self._by_op.setdefault(spec.op, []).append(spec)
+
+    @property
+    def has_programmatic_edges(self) -> bool:
+        """Whether a kernel may start before the one ahead of it has ended."""
+        return self._gpu is not None and self._gpu.has_programmatic_edges
 
     def choose(self, program: Program, bucket: Bucket) -> Program:
         """The program with a kernel for every launch, at the bucket's capacities.
@@ -78,7 +83,7 @@ class KernelChooser:
         candidates: list[Candidate] = []
         refused: dict[str, str] = {}
         possible: list[KernelSpec] = []  # refused by these sizes at most
-        all_sizes: dict[str, int] = {"num_sms": self._num_sms}
+        all_sizes: dict[str, int] = {"num_sms": self._gpu.num_sms if self._gpu is not None else 0}
         read: set[str] = set()
         for spec in self._by_op.get(launch.op, ()):
             reason = why_not(spec, launch)
@@ -86,9 +91,10 @@ class KernelChooser:
             if not reason:
                 possible.append(spec)
                 if isinstance(spec, CudaKernelSpec):
+                    assert self._gpu is not None, "CUDA kernels of a CPU target"
                     all_sizes = {**_sizes(spec, launch, bucket), **all_sizes}
-                    sizes = ReadSizes({**_sizes(spec, launch, bucket), "num_sms": self._num_sms}, read)
-                    reason = spec.why_not(sizes)
+                    sizes = ReadSizes({**_sizes(spec, launch, bucket), "num_sms": self._gpu.num_sms}, read)
+                    reason = spec.why_not(sizes) or why_not_on(spec, self._gpu, sizes)
                     if not reason:
                         cost, shape = spec.cost(sizes), _launch_shape(spec, sizes)
             if reason:

@@ -65,7 +65,9 @@ def fill_params(
 def _relocation(
     launch: Launch, parameter: KernelParameter, placement: Placement, tensor_maps: TensorMaps, place: int
 ) -> Relocation | None:
-    """What fills an address or a tensor map; None for an optional operand that is absent."""
+    """What fills an address or a tensor map; None for an absent operand, and for one the kernel doesn't use."""
+    if parameter.binding == "zero":
+        return None
     name, _, what = parameter.binding.partition(".")
     kind = RelocationKind.TENSOR_MAP if parameter.type == "t" else RelocationKind.ADDRESS
     memory_class, target_index, map_index = MemoryClass.STEP, 0, 0

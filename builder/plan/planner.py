@@ -60,7 +60,7 @@ def plan_engine(
     caches = cache_tensors(forward.states)
     indices = {tensor.name: index for index, tensor in enumerate(caches)}
     lowered = [lower(program, indices) for program in (forward, *sampling)]
-    emitter = PlanEmitter()
+    emitter = PlanEmitter(chooser.has_programmatic_edges)
     arena_bytes = staging_bytes = counters_bytes = 0
     unshared: dict[str, int] = {}
     for number, (ladder, bucket) in enumerate(buckets):

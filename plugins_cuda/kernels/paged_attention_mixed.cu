@@ -3,6 +3,10 @@
 // CTA computes one tile of kTileRows rows of one kv head's group of one sequence: FlashAttention-2
 // (arXiv:2307.08691), a warp having 16 rows and all kv tokens. WGMMA=1: the products are warpgroup multiplies
 // (as in FlashAttention-3, arXiv:2407.08608). The scale must be positive.
+//
+// Defines: HEAD_DIM, WARPS, TILE_TOKENS (kv tokens of a stage), PREFILL_STAGES, WGMMA (0, 1), SPLIT_ROWS,
+// STAGES (of sequences that are split). SPLIT_ROWS=0: no sequence is, all are tiles from blockIdx.y == 0 on,
+// which takes far less shared memory.
 #include "attention_decode.cuh"
 #if WGMMA
 #include "attention_wgmma.cuh"
@@ -11,13 +15,13 @@
 namespace castiron {
 namespace {
 
-constexpr int kSplitRows =
-    64;  // of a sequence that is split as in decode steps: few rows may see many tokens
-constexpr int kWarps = kHeadDim > 128 ? 4 : 8;
+// of a sequence that is split as in decode steps: few rows may see many tokens
+constexpr int kSplitRows = SPLIT_ROWS;
+constexpr int kWarps = WARPS;
 constexpr int kThreads = kWarps * 32;
 constexpr int kTileRows = kWarps * 16;
-constexpr int kTileTokens = kHeadDim > 128 ? 32 : 64;  // kv tokens of a stage
-constexpr int kStages = PREFILL_STAGES;                // of keys and values
+constexpr int kTileTokens = TILE_TOKENS;           // kv tokens of a stage
+constexpr int kStages = PREFILL_STAGES;            // of keys and values
 constexpr int kAhead = kStages - (WGMMA ? 2 : 1);  // tiles loaded ahead; wgmma may still read the tile before
 constexpr int kChunks = kHeadDim / 8;              // of 16 bytes, of a token
 constexpr int kSide = kTileTokens * kHeadDim * 2;  // bytes of keys, or values, of a stage
@@ -290,11 +294,15 @@ extern "C" __global__ void __launch_bounds__(castiron::kThreads, 1)
     paged_attention_mixed(const __grid_constant__ castiron::PagedAttentionParams p) {
     extern __shared__ uint4 shared_memory[];
     uint8_t *shared = reinterpret_cast<uint8_t *>(shared_memory);
-    shared += -castiron::shared_address(shared) & 1023;  // swizzle atoms are aligned
-    if (blockIdx.y == 0) {
+    shared += -castiron::shared_address(shared) & 1023;                  // swizzle atoms are aligned
+    constexpr unsigned kSplitLayers = castiron::kSplitRows > 0 ? 1 : 0;  // of CTAs, before those of tiles
+#if SPLIT_ROWS > 0
+    if (blockIdx.y < kSplitLayers) {
         castiron::attend_decode<castiron::kWarps, STAGES>(p, shared, blockIdx.x, gridDim.x,
                                                           castiron::kSplitRows);
-    } else {
-        castiron::attend_tile(p, shared, static_cast<int64_t>(blockIdx.y - 1) * gridDim.x + blockIdx.x);
+        return;
     }
+#endif
+    castiron::attend_tile(p, shared,
+                          static_cast<int64_t>(blockIdx.y - kSplitLayers) * gridDim.x + blockIdx.x);
 }

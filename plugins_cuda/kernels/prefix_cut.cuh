@@ -38,10 +38,12 @@ struct RowScale {
     }
 };
 
+// Ranks: ranks(quad) are the uint4 ranks of a quad of the CTA's part.
+template <typename Ranks>
 class CutFinder {
   public:
-    // ranks: of the CTA's part, histogram: double [kBins][kThreads], both in shared memory
-    __device__ CutFinder(RowCluster &cluster, const RowPart &part, const uint4 *ranks, double *histogram)
+    // histogram: double [kBins][kThreads] in shared memory
+    __device__ CutFinder(RowCluster &cluster, const RowPart &part, Ranks ranks, double *histogram)
         : cluster_(cluster), part_(part), ranks_(ranks), histogram_(histogram) {}
 
     // Each filter narrows the cut down further.
@@ -109,7 +111,7 @@ class CutFinder {
 #pragma unroll
             for (int b = 0; b < kBins; ++b) column[b * kThreads] = 0.0;
             for (int quad = threadIdx.x; quad < part_.num_quads; quad += kThreads) {
-                const uint4 four = ranks_[quad];
+                const uint4 four = ranks_(quad);
                 const uint32_t rank[4] = {four.x, four.y, four.z, four.w};
 #pragma unroll
                 for (int j = 0; j < 4; ++j) {
@@ -151,7 +153,7 @@ class CutFinder {
 
     RowCluster &cluster_;
     const RowPart &part_;
-    const uint4 *ranks_;
+    Ranks ranks_;
     double *histogram_;
 };
 

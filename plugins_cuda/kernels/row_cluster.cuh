@@ -1,10 +1,15 @@
 // A row of logits shared by a cluster of CTAs: who has which part, and how the parts' results are combined.
+// -DCTAS=8 (of a cluster), or 1: no cluster, which GPUs before sm_90 don't have.
 #pragma once
 #include "abi.cuh"
 
+#ifndef CTAS
+#define CTAS 8
+#endif
+
 namespace castiron {
 
-constexpr int kCtas = 8, kThreads = 512, kWarps = kThreads / 32;
+constexpr int kCtas = CTAS, kThreads = 512, kWarps = kThreads / 32;
 constexpr int kParts = kCtas * kWarps;  // warps of a cluster
 
 constexpr uint32_t kNoToken = 0xFFFFFFFFu;
@@ -31,7 +36,7 @@ class RowCluster {
 
     // Tells the others that this CTA runs, which they await before their first exchange.
     __device__ explicit RowCluster(Slots &slots) : slots_(slots) {
-        asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank_));
+        if constexpr (kCtas > 1) asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank_));
         arrive();
     }
 
@@ -63,7 +68,7 @@ class RowCluster {
         const uint64_t word = static_cast<uint64_t>(__float_as_uint(mine.value)) << 32 | mine.token;
         const uint64_t *words = exchange(word);
         const int lane = threadIdx.x % 32;
-        Best result = unpack(words[lane]);
+        Best result = unpack(words[lane % kParts]);  // the best of a word twice is the same
 #pragma unroll
         for (int i = 32; i < kParts; i += 32) result = better(result, unpack(words[lane + i]));
         return best_of_warp(result);
@@ -75,7 +80,7 @@ class RowCluster {
         const int lane = threadIdx.x % 32;
         double total = 0.0;
 #pragma unroll
-        for (int i = 0; i < kParts; i += 32) total += as_double(words[lane + i]);
+        for (int i = 0; i < kParts; i += 32) total += lane + i < kParts ? as_double(words[lane + i]) : 0.0;
         return sum_of_warp(total);
     }
 
@@ -90,8 +95,12 @@ class RowCluster {
     }
 
     // Writes to the same place of another CTA's shared memory.
-    static __device__ __forceinline__ void store_remote(const uint64_t *place, uint32_t rank,
-                                                        uint64_t value) {
+    static __device__ __forceinline__ void store_remote(uint64_t *place, uint32_t rank, uint64_t value) {
+        if constexpr (kCtas == 1) {
+            *place = value;
+            return;
+        }
+#if CTAS > 1
         const uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(place));
         asm volatile(
             "{\n"
@@ -101,6 +110,7 @@ class RowCluster {
             "}" ::"r"(address),
             "r"(rank), "l"(value)
             : "memory");
+#endif
     }
 
   private:
@@ -119,14 +129,18 @@ class RowCluster {
     }
 
     static __device__ __forceinline__ void arrive() {
-        asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+        if constexpr (kCtas > 1) asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
     }
     static __device__ __forceinline__ void wait() {
-        asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+        if constexpr (kCtas > 1) {
+            asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+        } else {
+            __syncthreads();
+        }
     }
 
     Slots &slots_;
-    uint32_t rank_;
+    uint32_t rank_ = 0;
     int turn_ = 0;
 };
 

@@ -1,11 +1,13 @@
 // A random token of each row: the largest scaled logit + Gumbel noise, which draws from the softmax (Gumbel,
 // 1954), of those that top_k, top_p and min_p keep. A cluster of CTAs does a row and holds it in shared
-// memory, so that it is read once.
+// memory, so that it is read once; a CTA alone (CTAS=1) hasn't the room and reads it again, from L2.
 #include "logprobs.cuh"
 #include "philox.cuh"
 #include "prefix_cut.cuh"
 
 namespace castiron {
+
+constexpr bool kHoldsRow = kCtas > 1;
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     sample_random(const __grid_constant__ SampleRandomParams p) {
@@ -31,7 +33,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     wait_for_inputs();
 
     Best best = largest_logit(part, [&](int quad, const float4 &logits) {
-        if (quad < part.num_quads) held[quad] = logits;
+        if (kHoldsRow && quad < part.num_quads) held[quad] = logits;
     });
     cluster.start();
     best = cluster.best(best);
@@ -39,7 +41,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
 
     double log_total = 0.0;
     if (num_logprobs >= 0) {
-        auto logits = [&](int quad) { return held[quad]; };
+        auto logits = [&](int quad) { return kHoldsRow ? held[quad] : part.load(quad); };
         log_total = log_sum(cluster, part, logits, best.value);
         if (num_logprobs > 0) {
             find_top_tokens(cluster, top, part, logits, min(num_logprobs, kMaxLogprobs));
@@ -49,16 +51,21 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     uint32_t token = best.token;
     if (temperature > 0.0f && best.value > minus_infinity() && top_k != 1) {
         const RowScale scale = {best.value, temperature};
-        uint4 *ranks = reinterpret_cast<uint4 *>(held);
-        for (int quad = threadIdx.x; quad < part.num_quads; quad += kThreads) {
-            const float4 x = held[quad];
-            ranks[quad] = make_uint4(scale.rank(x.x), scale.rank(x.y), scale.rank(x.z), scale.rank(x.w));
+        uint4 *held_ranks = reinterpret_cast<uint4 *>(held);
+        auto rank_quad = [&](const float4 &x) {
+            return make_uint4(scale.rank(x.x), scale.rank(x.y), scale.rank(x.z), scale.rank(x.w));
+        };
+        if constexpr (kHoldsRow) {
+            for (int quad = threadIdx.x; quad < part.num_quads; quad += kThreads) {
+                held_ranks[quad] = rank_quad(held[quad]);
+            }
         }
+        auto ranks = [&](int quad) { return kHoldsRow ? held_ranks[quad] : rank_quad(part.load(quad)); };
         const PrefixCut cut = CutFinder(cluster, part, ranks, histogram).find(top_k, top_p, min_p);
         Best drawn = {minus_infinity(), kNoToken};
         for (int quad = threadIdx.x; quad < part.num_quads; quad += kThreads) {
             const uint32_t first = part.token(quad);
-            const uint4 four = ranks[quad];
+            const uint4 four = ranks(quad);
             const uint32_t rank[4] = {four.x, four.y, four.z, four.w};
             if (min(min(rank[0], rank[1]), min(rank[2], rank[3])) > cut.rank) continue;
             const float4 noise = gumbel_noise(seed, output_position, first / 4);

@@ -93,15 +93,25 @@ __device__ __forceinline__ CodeWords load_code_words(const uint8_t *tile, int pa
     return words;
 }
 
+// Before sm_90 the only arithmetic on bf16 pairs is fma, which rounds once as well: b * -1 + a, and a * b -
+// 0.
 __device__ __forceinline__ uint32_t subtract_bf16x2(uint32_t a, uint32_t b) {
     uint32_t difference;
+#if __CUDA_ARCH__ >= 900
     asm("sub.rn.bf16x2 %0, %1, %2;" : "=r"(difference) : "r"(a), "r"(b));
+#else
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(difference) : "r"(b), "r"(0xBF80BF80u), "r"(a));
+#endif
     return difference;
 }
 
 __device__ __forceinline__ uint32_t multiply_bf16x2(uint32_t a, uint32_t b) {
     uint32_t product;
+#if __CUDA_ARCH__ >= 900
     asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
+#else
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(product) : "r"(a), "r"(b), "r"(0x80008000u));
+#endif
     return product;
 }
 

@@ -2,6 +2,7 @@
 
 Graphs are built node by node from the records, never captured. Consecutive kernels are joined by programmatic
 edges: a kernel's prologue overlaps with the end of the one before it, and griddepcontrol.wait orders the rest.
+GPUs before compute capability 9.0 don't have them: there every edge is a full one.
 """
 
 from typing import Any
@@ -23,6 +24,7 @@ from castiron.runtime.plan_format import (
 from castiron.runtime.printable import printable
 
 _PROGRAMMATIC_PORT = 1  # CU_GRAPH_KERNEL_NODE_PORT_PROGRAMMATIC
+_PROGRAMMATIC_CAPABILITY = (9, 0)  # the first that has griddepcontrol
 _MAP_WORDS = 16
 _DOING = "building CUDA graphs"
 
@@ -40,6 +42,8 @@ class LinkedPlans:
     ) -> None:
         """`bases`: device address of each memory class; `cache_bases`: of each cache tensor."""
         self._header = header
+        capability = tuple(engine_file.manifest.target.requirements["compute_capability"])
+        self._has_programmatic_edges = capability >= _PROGRAMMATIC_CAPABILITY
         self._records = arrays.records
         self._dependencies = arrays.dependencies
         self._params = _link(header, arrays, bases, cache_bases)
@@ -56,7 +60,7 @@ class LinkedPlans:
         return self._instantiate(indices, self._edges(plan))
 
     def build_chain(self, indices: list[int]) -> Any:
-        """An executable graph of just these records, one after another with programmatic edges: for profiles."""
+        """An executable graph of just these records, one after another as in a plan: for profiles."""
         chain = [(index - 1, index, True) for index in range(1, len(indices))]
         return self._instantiate(indices, chain)
 
@@ -158,7 +162,7 @@ class LinkedPlans:
         data = []
         for _, _, is_programmatic in edges:
             edge = driver.CUgraphEdgeData()
-            if is_programmatic:
+            if is_programmatic and self._has_programmatic_edges:
                 edge.from_port = _PROGRAMMATIC_PORT
                 edge.type = driver.CUgraphDependencyType.CU_GRAPH_DEPENDENCY_TYPE_PROGRAMMATIC
             data.append(edge)

@@ -73,7 +73,7 @@ def test_every_flag_reaches_its_option() -> None:
         (["m", "-o", "x", "--max-build-seconds", "-1"], "--max-build-seconds is -1.0, expected a positive"),
         (["m", "-o", "x", "--max-build-seconds", "nan"], "--max-build-seconds is nan, expected a positive"),
         (["m", "-o", "x", "--max-seq-len", "9999999999"], "below 2^31"),
-        (["m", "-o", "x", "--target", "sm_37"], "or sm_90"),
+        (["m", "-o", "x", "--target", "sm_37"], "or sm_80, sm_89, sm_90, sm_100a"),
         (["m", "-o", "x", "--target", "tpu"], "unknown target 'tpu'"),
         (["m", "-o", "x", "--target", "cpu:avx9000"], "unknown CPU level 'avx9000'"),
         (["/no/such/model", "-o", "x"], "no such file or folder"),

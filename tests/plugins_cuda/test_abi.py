@@ -145,7 +145,10 @@ def test_grids_are_valid_and_made_of_whole_clusters(spec: CudaKernelSpec, rows: 
 
 
 def test_random_sampling_fits_its_largest_vocabulary_and_refuses_more() -> None:
-    (spec,) = (s for s in SPECS.values() if s.op == "sample_random")
+    spec = SPECS["sample_random"]
     largest = sizes(1, vocab=sampling_specs.MAX_VOCAB)
     assert not spec.why_not(largest) and spec.shared_bytes(largest) <= 220 * 1024
-    assert spec.why_not(sizes(1, vocab=sampling_specs.MAX_VOCAB + 1))
+    more = sizes(1, vocab=sampling_specs.MAX_VOCAB + 1)
+    assert spec.why_not(more)
+    alone = SPECS["sample_random.cta"]  # holds nothing of the row
+    assert not alone.why_not(more) and alone.shared_bytes(more) == alone.shared_bytes(sizes(1, vocab=8))

@@ -1,4 +1,4 @@
-"""paged_attention kernels against the op's reference in f32: split-KV decode, and tiles for mixed steps."""
+"""paged_attention kernels against the op's reference in f32: split-KV decode, tiles, and both for mixed steps."""
 
 from dataclasses import dataclass
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.gpu
 
 DEVICE = "cuda"
 SPECS = {spec.name: spec for spec in ALL_SPECS}
-VARIANTS = ("mixed", "wgmma")
+VARIANTS = ("mixed", "wgmma", "tiles")
 PAD = 8  # elements of padding after a row
 UNTOUCHED = 77.0
 Part = tuple[int, int]  # (query tokens, length with them) of a sequence
@@ -188,6 +188,7 @@ MIXED_NAMES = [f"{_name(heads)}-{variant}" for heads, variant in MIXED]
 def test_decode_of_ragged_lengths(heads: Heads) -> None:
     check(heads, [(1, length) for length in LENGTHS], "decode")
     check(heads, [(1, 4097), (1, 3)], "decode")
+    check(heads, [(1, length) for length in (*LENGTHS, 1025)], "tiles")
 
 
 @pytest.mark.parametrize("length", LENGTHS)

@@ -1,5 +1,6 @@
 """sample_greedy and sample_random against their plain references, and against the distributions they draw from."""
 
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +25,16 @@ DEFAULTS = {
     "temperature": (np.float32, 1.0), "top_k": (np.int32, 0), "top_p": (np.float32, 1.0),
     "min_p": (np.float32, 0.0), "seed": (np.uint64, 0), "output_position": (np.int32, 0),
 }  # fmt: skip
+
+
+VARIANT = ""  # suffix of the kernels' names
+
+
+@pytest.fixture(autouse=True, params=["", ".cta"], ids=["cluster", "cta"])
+def variant(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Every test runs with a cluster of CTAs a row, and with one CTA."""
+    monkeypatch.setattr(sys.modules[__name__], "VARIANT", request.param)
+    return request.param
 
 
 @dataclass
@@ -81,7 +92,8 @@ def sample(
         top_ids = poisoned(capacity, MAX_LOGPROBS, dtype=torch.int32)
         top_logprobs = poisoned(capacity, MAX_LOGPROBS, dtype=torch.float32)
         call(
-            SPECS[name], num_logits=rows, capacities={"max_logits": capacity}, late=("logits",) if late else (),
+            SPECS[name + VARIANT], num_logits=rows, capacities={"max_logits": capacity},
+            late=("logits",) if late else (),
             logits=whole, logits_stride=vocab + extra, last_token=last_token, sampled_token_ids=token_ids,
             sampled_logprobs=logprobs, top_token_ids=top_ids, top_logprobs=top_logprobs, count=NUM_LOGITS,
             vocab=vocab, **fields,
@@ -366,7 +378,8 @@ def test_logits_beyond_two_to_the_31_elements() -> None:
         "last_token": torch.zeros(3, dtype=torch.int32, device="cuda"),
     }
     call(
-        SPECS["sample_greedy"], num_logits=3, count=NUM_LOGITS, vocab=vocab, logits=logits, logits_stride=stride,
+        SPECS["sample_greedy" + VARIANT], num_logits=3, count=NUM_LOGITS, vocab=vocab, logits=logits,
+        logits_stride=stride,
         sample_rows=torch.arange(3, dtype=torch.int32, device="cuda"),
         num_logprobs=torch.full((3,), 1, dtype=torch.int32, device="cuda"), **outputs,
     )  # fmt: skip

@@ -1,4 +1,5 @@
-"""linear_many.*: y = x . weight^T + bias against float64 on the same bf16 inputs and weights rounded to bf16."""
+"""linear_many.*, linear_mma.*: y = x . weight^T + bias against float64 on the same bf16 inputs and weights rounded
+to bf16. The kernels for older GPUs run here as compiled for this one."""
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -10,24 +11,28 @@ from checkpoint_blocks import decode_rows, random_rows
 from dense_tiles import pack_dense
 
 from castiron.models.ops import REFERENCES
+from castiron.plugins_cuda import linear_many_specs, linear_mma_specs
 from castiron.plugins_cuda.compile import compile_cubin
 from castiron.plugins_cuda.kernel_spec import CudaKernelSpec
 from castiron.plugins_cuda.layouts import PACKED_SCHEMES, pack, unit_columns
-from castiron.plugins_cuda.linear_many_specs import SPECS
 
 pytest.importorskip("cuda.bindings")
 from cuda_kernel_caller import NUM_LOGITS, NUM_TOKENS, TARGET, call, poisoned
 
 pytestmark = pytest.mark.gpu
 
-BY_NAME = {spec.name.removeprefix("linear_many."): spec for spec in SPECS}
-DENSE = [name for name in BY_NAME if name.startswith("bf16.")]
+BY_NAME = {spec.name.removeprefix("linear_many."): spec for spec in linear_many_specs.SPECS}
+BY_NAME |= {spec.name.removeprefix("linear_"): spec for spec in linear_mma_specs.SPECS}  # "mma.bf16.64x16"
+DENSE = [name for name, spec in BY_NAME.items() if spec.scheme == "bf16"]
 QUANTIZED = [
     f"{scheme}.{tiling}"
     for scheme in PACKED_SCHEMES
     if scheme != "bf16"
     for tiling in ("128x256.m2.f32", "256x128", "128x32.s2")
 ]
+QUANTIZED += [
+    name for name, spec in BY_NAME.items() if name.startswith("mma.") and spec.scheme != "bf16"
+]  # fmt: skip
 # live tokens, capacity, n, k: tails of every tile size, single rows, several tiles per CTA's share
 SHAPES = (
     (1, 1, 8, 8),
@@ -100,9 +105,12 @@ class Case:
         y = poisoned(capacity + 1, n + pad, dtype=dtype)
         capacities = {"max_tokens": capacity, "max_logits": capacity, "max_seqs": capacity}
         counts = {"num_tokens": self.live} if count == NUM_TOKENS else {"num_logits": self.live}
+        strides = {"y_stride": n + pad}
+        if spec.params_struct == "LinearParams":  # no tensor map
+            strides["x_stride"] = self.x.stride(0)
         call(
             spec, capacities=capacities, late=late, **counts, x=self.x, weight=self.packed, bias=self.bias,
-            y=y, y_stride=n + pad, count=count, n=n, k=k,
+            y=y, count=count, n=n, k=k, **strides,
         )  # fmt: skip
         bits = y.view(torch.int32 if dtype == torch.float32 else torch.int16)
         assert (bits[self.live :] == -1).all(), "wrote rows beyond the live ones"
@@ -162,7 +170,7 @@ def test_quantized_weights_match_the_reference(name: str) -> None:
         case.check(case.run(spec, pad=(8, 3)[i % 2]), WEIGHT_ROUNDING)
 
 
-@pytest.mark.parametrize("name", [name for name in QUANTIZED if name.endswith(".256x128")])
+@pytest.mark.parametrize("name", [name for name in QUANTIZED if name.endswith((".256x128", ".128x128"))])
 def test_odd_numbers_of_groups_match_the_reference(name: str) -> None:
     spec = BY_NAME[name]
     # half a tile of 64 columns, where groups allow it
@@ -173,7 +181,8 @@ def test_odd_numbers_of_groups_match_the_reference(name: str) -> None:
 
 STRUCTURES = (
     "bf16.128x256.m2", "bf16.256x128", "bf16.256x128.s4", "bf16.128x16.s3", "bf16.128x64", "q4_1.256x128",
-    "q4_k.256x64.s4", "q4_1.128x32.s3", "int4_g128.256x64.s4",
+    "q4_k.256x64.s4", "q4_1.128x32.s3", "int4_g128.256x64.s4", "mma.bf16.64x16", "mma.bf16.128x128",
+    "mma.q4_1.64x64", "mma.q6_k.128x128", "mma.int4_g128.128x64",
 )  # fmt: skip
 
 
@@ -212,12 +221,21 @@ def test_no_live_rows_write_nothing(name: str) -> None:
     assert case.run(spec).numel() == 0
 
 
-def test_the_count_may_be_of_logits() -> None:
+@pytest.mark.parametrize("name", ["bf16.256x64.f32", "mma.bf16.64x64.f32"])
+def test_the_count_may_be_of_logits(name: str) -> None:
     case = Case.random("bf16", 40, 64, 1000, 576, seed=7, bias=False)
-    case.check(case.run(BY_NAME["bf16.256x64.f32"], count=NUM_LOGITS))
+    case.check(case.run(BY_NAME[name], count=NUM_LOGITS))
 
 
-@pytest.mark.parametrize("name", STRUCTURES[:3])
+@pytest.mark.parametrize("name", ["mma.bf16.64x16", "mma.q4_1.128x64"])
+def test_rows_that_are_not_aligned_to_16_bytes_match_the_reference(name: str) -> None:
+    """A tensor map can't have these; linear_mma copies them element by element."""
+    spec = BY_NAME[name]
+    case = Case.random(spec.scheme, 70, 80, 200, 512, seed=9, pad=3)
+    case.check(case.run(spec, pad=5), ACCUMULATION if spec.scheme == "bf16" else WEIGHT_ROUNDING)
+
+
+@pytest.mark.parametrize("name", [*STRUCTURES[:3], "mma.bf16.64x16", "mma.bf16.128x128"])
 def test_nan_and_infinity_stay_in_their_row(name: str) -> None:
     spec = BY_NAME[name]
     case = Case.random("bf16", 130, 130, 200, 512, seed=8)
@@ -236,12 +254,12 @@ def test_many_tiles_per_cta_are_exact(live: int, n: int, k: int) -> None:
     weight = torch.randint(-3, 4, (n, k), generator=generator, device="cuda").bfloat16()
     expected = (x.double() @ weight.double().T).bfloat16()
     case = Case(live, x, pack_dense(weight), weight.float(), None)
-    for name in ("bf16.128x256.m2", "bf16.128x128.m2", "bf16.256x128"):
+    for name in ("bf16.128x256.m2", "bf16.128x128.m2", "bf16.256x128", "mma.bf16.64x64", "mma.bf16.128x128"):
         assert torch.equal(case.run(BY_NAME[name]), expected), name
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["bf16.128x256.m2", "bf16.256x128.s4"])
+@pytest.mark.parametrize("name", ["bf16.128x256.m2", "bf16.256x128.s4", "mma.bf16.128x128"])
 @pytest.mark.parametrize(("live", "n", "k"), [(66000, 32776, 256), (200, 40000, 57344)])
 def test_more_than_2_31_elements(name: str, live: int, n: int, k: int) -> None:
     generator = torch.Generator("cuda").manual_seed(3)

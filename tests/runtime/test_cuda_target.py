@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from castiron.runtime.devices import cuda_driver
+from castiron.runtime.devices import cuda_driver, cuda_plan
 from castiron.runtime.devices.cuda_target import GpuProperties, check_gpu, check_gpu_memory, memory_table
 from castiron.runtime.errors import EngineTargetError
 from castiron.runtime.plan_format import CacheTensor, PlanHeader
@@ -128,3 +128,23 @@ def test_without_a_driver_or_a_gpu_it_says_so(
     monkeypatch.setattr(cuda_driver, "driver", FakeDriver(outcome))
     with pytest.raises(EngineTargetError, match=said):
         cuda_driver.initialize()
+
+
+@pytest.mark.parametrize(("has_programmatic_edges", "kinds"), [(True, [1, 0]), (False, [0, 0])])
+def test_edges_are_programmatic_only_where_the_gpu_has_them(
+    has_programmatic_edges: bool, kinds: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    added: list[Any] = []
+    fake = SimpleNamespace(
+        CUgraphEdgeData=lambda: SimpleNamespace(from_port=0, type=0),
+        CUgraphDependencyType=SimpleNamespace(CU_GRAPH_DEPENDENCY_TYPE_PROGRAMMATIC=1),
+        CUresult=FakeDriver.CUresult,
+        cuGraphAddDependencies=lambda *arguments: (added.append(arguments), (0,))[1],
+    )
+    monkeypatch.setattr(cuda_plan, "driver", fake)
+    monkeypatch.setattr(cuda_driver, "driver", fake)
+    plans: Any = SimpleNamespace(_has_programmatic_edges=has_programmatic_edges)
+    cuda_plan.LinkedPlans._add_edges(plans, "graph", ["a", "b", "c"], [(0, 1, True), (1, 2, False)])
+    (_, sources, targets, data, count) = added[0]
+    assert (sources, targets, count) == (["a", "b"], ["b", "c"], 2)
+    assert [edge.type for edge in data] == kinds
