@@ -153,8 +153,11 @@ struct SampleRandomParams {
 
 // Programmatic dependent launch. Every kernel calls wait_for_inputs() on every path of every CTA before it
 // reads or writes anything but weights, load-time tables and the step block (which no kernel writes), and
-// before any return. let_next_start() lets the next kernel of the plan begin its own prologue. GPUs before
-// sm_90 don't have it: there a kernel starts when the one before it has ended, and neither has an effect.
+// before any return. One exception: attention may read cache rows of tokens of earlier steps, which the
+// kernels of this step don't write: they write only the rows of slot_mapping, and no two sequences share a
+// block that is being filled. The first kernel of a step starts after the whole step before. let_next_start()
+// lets the next kernel of the plan begin its own prologue. GPUs before sm_90 don't have it: there a kernel
+// starts when the one before it has ended, and neither has an effect.
 __device__ __forceinline__ void wait_for_inputs() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");

@@ -63,11 +63,13 @@ def _split_stages(head_dim: int, mixed: bool) -> int:
     """Stages of a warp's ring in split-KV attention."""
     if head_dim <= 64:
         return 4 if mixed else 6
-    return 3 if head_dim == 128 and not mixed else 2
+    return 4 if head_dim == 128 and not mixed else 2
 
 
-def _tile_stages(head_dim: int) -> int:
-    """Stages of keys and values in the mixed kernel's tiles."""
+def _tile_stages(head_dim: int, wgmma: bool) -> int:
+    """Stages of keys and values in the mixed kernel's tiles: wgmma has three tiles in use at once."""
+    if wgmma:
+        return 6
     return 4 if head_dim <= 128 else 3
 
 
@@ -81,8 +83,8 @@ def _mixed_stage_tokens(head_dim: int) -> int:
     return MIXED_TOKENS if head_dim <= 128 else MIXED_TOKENS // 2
 
 
-def _mixed_shared_bytes(head_dim: int) -> int:
-    tile = _tile_stages(head_dim) * 2 * _mixed_stage_tokens(head_dim) * head_dim * 2
+def _mixed_shared_bytes(head_dim: int, wgmma: bool) -> int:
+    tile = _tile_stages(head_dim, wgmma) * 2 * _mixed_stage_tokens(head_dim) * head_dim * 2
     queries = _warps(head_dim, mixed=True) * 16 * head_dim * 2 if head_dim > 128 else 0
     return 1024 + max(tile + queries, _split_shared_bytes(head_dim, mixed=True))  # 1024 to align
 
@@ -218,7 +220,7 @@ def _mixed(head_dim: int, *, wgmma: bool) -> CudaKernelSpec:
         defines=(
             ("HEAD_DIM", str(head_dim)),
             ("STAGES", str(_split_stages(head_dim, mixed=True))),
-            ("PREFILL_STAGES", str(_tile_stages(head_dim))),
+            ("PREFILL_STAGES", str(_tile_stages(head_dim, wgmma))),
             ("WGMMA", str(int(wgmma))),
             ("WARPS", str(_warps(head_dim, mixed=True))),
             ("TILE_TOKENS", str(_mixed_stage_tokens(head_dim))),
@@ -228,7 +230,7 @@ def _mixed(head_dim: int, *, wgmma: bool) -> CudaKernelSpec:
         threads=32 * _warps(head_dim, mixed=True),
         grid=_mixed_grid,
         operands=_ATTENTION_OPERANDS,
-        shared_bytes=lambda _: _mixed_shared_bytes(head_dim),
+        shared_bytes=lambda _: _mixed_shared_bytes(head_dim, wgmma),
         static_shared_bytes=_STATIC_SHARED_BYTES,
         scratch_bytes=_scratch_bytes,
         counters_bytes=_counters_bytes,

@@ -206,9 +206,17 @@ __device__ __forceinline__ void attend_decode(const PagedAttentionParams &p, uin
         cp_async_commit();
     };
 
+    // Tokens of earlier steps are in the cache since before this step, so the ring starts to fill with them
+    // before the wait (abi.cuh); this step's own tokens, and what is behind them in the ring, come after it.
+    auto is_old = [&]() {
+        const int token = ahead.tile * kTileTokens + warp * kWarpTokens,
+                  past = ahead.length - ahead.rows / group;
+        return token >= ahead.length || min(token + kWarpTokens, ahead.length) <= past;
+    };
+    int stage = 0;
+    for (; stage < kStages - 1 && is_old(); ++stage) load();
     wait_for_inputs();
-#pragma unroll
-    for (int stage = 0; stage < kStages - 1; ++stage) load();
+    for (; stage < kStages - 1; ++stage) load();
     let_next_start();
 
     const float scale = p.scale * kLog2e;

@@ -20,6 +20,13 @@ __device__ __forceinline__ void pin(float (&d)[kCount]) {
     for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
+// Keeps the operands of multiplies in their registers up to here.
+template <int kRows>
+__device__ __forceinline__ void pin(uint32_t (&a)[kRows][4]) {
+#pragma unroll
+    for (int i = 0; i < kRows * 4; ++i) asm volatile("" : "+r"(a[i / 4][i % 4])::"memory");
+}
+
 #define D4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define D16(i) D4(i), D4(i + 4), D4(i + 8), D4(i + 12)
 

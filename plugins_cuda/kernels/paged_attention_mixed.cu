@@ -27,7 +27,7 @@ constexpr int kChunks = kHeadDim / 8;              // of 16 bytes, of a token
 constexpr int kSide = kTileTokens * kHeadDim * 2;  // bytes of keys, or values, of a stage
 constexpr int kPanel = kTileTokens * 128;          // bytes of 64 columns
 constexpr int kSteps = kHeadDim / 16;
-static_assert(kAhead >= 1, "a stage to load while another is in use");
+static_assert(kAhead >= (WGMMA ? 2 : 1), "a stage to load while others are in use");
 
 // Byte offset of a 16-byte chunk in a [kTileTokens, kHeadDim] tile: panels of 64 columns as
 // attention_wgmma.cuh describes, narrower heads as one swizzled tile.
@@ -36,7 +36,7 @@ __device__ __forceinline__ int kv_offset(int row, int chunk) {
     return chunk / 8 * kPanel + row * 128 + ((chunk ^ row) & 7) * 16;
 }
 
-// s[16 rows, kTileTokens] of a warp = q . keys^T
+// s[16 rows, kTileTokens] of a warp = q . keys^T; with WGMMA it runs on after this.
 #if WGMMA
 __device__ __forceinline__ void multiply_keys(float (&s)[kTileTokens / 2], const uint32_t (&q)[kSteps][4],
                                               uint32_t keys) {
@@ -47,8 +47,6 @@ __device__ __forceinline__ void multiply_keys(float (&s)[kTileTokens / 2], const
         Wgmma<kTileTokens>::registers(s, q[step], swizzled_descriptor(at), step > 0);
     }
     wgmma_commit();
-    wgmma_wait<0>();  // the values of the tile before too
-    pin(s);
 }
 #else
 template <typename Query>
@@ -96,6 +94,13 @@ __device__ __forceinline__ void multiply_values(float (&o)[kHeadDim / 2],
     }
 #endif
 }
+
+#if WGMMA
+template <int kPending>
+struct Pending {  // how many groups of multiplies may be unfinished
+    static constexpr int kCount = kPending;
+};
+#endif
 
 // Item `item` of all (sequence, tile of rows, kv head): later rows first, as they have more to do.
 __device__ __forceinline__ void attend_tile(const PagedAttentionParams &p, uint8_t *shared, int64_t item) {
@@ -218,18 +223,9 @@ __device__ __forceinline__ void attend_tile(const PagedAttentionParams &p, uint8
     const float scale = p.scale * kLog2e;
     float o[kHeadDim / 2] = {};                          // o[4 * n + i]: 8 columns of the rows
     float m[2] = {-INFINITY, -INFINITY}, l[2] = {0, 0};  // m unscaled; l: this lane's share of the row
-    int read_slot = 0;
-    for (int tile = 0; tile < num_tiles; ++tile) {
-        cp_async_wait<kAhead - 1>();
-#if WGMMA
-        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // what cp.async wrote, for wgmma
-#endif
-        __syncthreads();
-        load();  // into a slot that nobody reads any more
-        const uint32_t keys = ring + read_slot * (2 * kSide), values = keys + kSide;
-        read_slot = read_slot + 1 == kStages ? 0 : read_slot + 1;
-        float s[kTileTokens / 2];
-        multiply_keys(s, query, keys);
+    float alpha[2];
+    // s of tile `tile` becomes exp2(scale * (s - m)); alpha is what earlier results shrink by.
+    auto softmax = [&](float (&s)[kTileTokens / 2], int tile) {
         const int token = tile * kTileTokens;
         if (token + kTileTokens - 1 > least_position) {
 #pragma unroll
@@ -238,7 +234,7 @@ __device__ __forceinline__ void attend_tile(const PagedAttentionParams &p, uint8
             }
         }
         // Token 0 is in the first tile and every row sees it, so m is finite from there on.
-        float base[2], alpha[2];
+        float base[2];
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             float largest = m[half];
@@ -257,19 +253,80 @@ __device__ __forceinline__ void attend_tile(const PagedAttentionParams &p, uint8
             s[i] = exp2_approx(s[i] * scale - base[(i / 2) & 1]);
             l[(i / 2) & 1] += s[i];
         }
-        uint32_t weights[kTileTokens / 16][4];
+    };
+    uint32_t weights[kTileTokens / 16][4] = {};
+    // o = alpha * o + s . values
+    auto accumulate = [&](const float (&s)[kTileTokens / 2], uint32_t values) {
 #pragma unroll
         for (int i = 0; i < kTileTokens / 4; ++i) weights[i / 4][i % 4] = pack_bf16(s[2 * i], s[2 * i + 1]);
-#if WGMMA
-        pin(o);
-#endif
 #pragma unroll
         for (int i = 0; i < kHeadDim / 2; ++i) o[i] *= alpha[(i / 2) & 1];
         multiply_values(o, weights, values);
-    }
+    };
+    int read_slot = 0;
+    auto next_stage = [&]() {  // address of the keys of the next tile
+        const uint32_t keys = ring + read_slot * (2 * kSide);
+        read_slot = read_slot + 1 == kStages ? 0 : read_slot + 1;
+        return keys;
+    };
 #if WGMMA
+    // The scores of the next tile are multiplied while this tile's softmax is computed, and the values of
+    // this tile while the next one's is (FlashAttention-3, section 3.2). Three tiles are in use then.
+    auto arrive = []() {
+        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // what cp.async wrote, for wgmma
+        __syncthreads();
+    };
+    auto finish = [&](float (&s)[kTileTokens / 2], int tile, auto pending, uint32_t values) {
+        softmax(s, tile);
+        pin(s);
+        wgmma_wait<decltype(pending)::kCount>();  // the values of the tile before
+        pin(o);
+        pin(weights);
+        accumulate(s, values);
+    };
+    float scores[2][kTileTokens / 2];
+    cp_async_wait<kAhead - 1>();
+    arrive();
+    uint32_t keys = next_stage();
+    multiply_keys(scores[0], query, keys);
+    wgmma_wait<0>();
+    pin(scores[0]);
+    auto step = [&](float (&s)[kTileTokens / 2], float (&next)[kTileTokens / 2], int tile) {
+        cp_async_wait<kAhead - 2>();  // the next tile
+        arrive();
+        load();  // into the slot of the tile before the last, which nobody reads any more
+        const uint32_t next_keys = next_stage();
+        multiply_keys(next, query, next_keys);
+        finish(s, tile, Pending<1>{}, keys + kSide);
+        wgmma_wait<1>();  // the next tile's scores
+        pin(next);
+        keys = next_keys;
+    };
+    int tile = 0;
+    for (; tile + 2 < num_tiles; tile += 2) {
+        step(scores[0], scores[1], tile);
+        step(scores[1], scores[0], tile + 1);
+    }
+    if (tile + 1 < num_tiles) {
+        step(scores[0], scores[1], tile);
+        finish(scores[1], tile + 1, Pending<0>{}, keys + kSide);
+    } else {
+        finish(scores[0], tile, Pending<0>{}, keys + kSide);
+    }
     wgmma_wait<0>();
     pin(o);
+    pin(weights);
+#else
+    for (int tile = 0; tile < num_tiles; ++tile) {
+        cp_async_wait<kAhead - 1>();
+        __syncthreads();
+        load();  // into a slot that nobody reads any more
+        const uint32_t keys = next_stage();
+        float s[kTileTokens / 2];
+        multiply_keys(s, query, keys);
+        softmax(s, tile);
+        accumulate(s, keys + kSide);
+    }
 #endif
     cp_async_wait<0>();
 #pragma unroll

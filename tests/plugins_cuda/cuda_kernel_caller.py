@@ -60,13 +60,15 @@ def call(
     num_logits: int = 0,
     capacities: dict[str, int] | None = None,
     late: tuple[str, ...] = (),
+    early: dict[str, torch.Tensor] | None = None,
     **fields: Any,
 ) -> None:
     """Launch the kernel once and wait for it.
 
     capacities: max_tokens, max_seqs, max_logits, max_query_len of the bucket it is launched for (default: the
     live counts). late: names of input fields that are written only while the kernel already runs, the
-    programmatic edge being the only thing that orders them.
+    programmatic edge being the only thing that orders them. early: what such fields hold until then (default:
+    NaN patterns).
     """
     counts = {"max_tokens": num_tokens, "max_seqs": num_seqs, "max_logits": num_logits}
     capacities = {"max_query_len": num_tokens, **counts, **(capacities or {})}
@@ -85,7 +87,12 @@ def call(
     for name in late:
         tensor = fields[name]
         kept = tensor.clone()
-        tensor.view(torch.uint8).fill_(POISON) if tensor.is_contiguous() else tensor.fill_(float("nan"))
+        if early and name in early:
+            tensor.copy_(early[name])
+        elif tensor.is_contiguous():
+            tensor.view(torch.uint8).fill_(POISON)
+        else:
+            tensor.fill_(float("nan"))
         torch.cuda.synchronize()
         block = struct.pack(
             "<QQqq", kept.data_ptr(), tensor.data_ptr(), tensor.numel() * tensor.element_size(), LATE_CYCLES
@@ -149,8 +156,9 @@ def launch(
     shared_bytes: int,
     cluster: tuple[int, int, int] = (1, 1, 1),
     pdl: bool = False,
+    stream: int = 0,
 ) -> None:
-    """Launch on the legacy stream with one by-value struct."""
+    """Launch on a stream, the legacy one unless given, with one by-value struct."""
     import ctypes
 
     block = ctypes.create_string_buffer(params, len(params))
@@ -159,7 +167,7 @@ def launch(
     config.gridDimX, config.gridDimY, config.gridDimZ = grid
     config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
     config.sharedMemBytes = shared_bytes
-    config.hStream = 0
+    config.hStream = stream
     attributes = []
     if pdl:
         attribute = driver.CUlaunchAttribute()

@@ -60,6 +60,15 @@ class Step:
         q = self.qkv[: self.num_tokens, PAD : PAD + columns]
         return q.reshape(self.num_tokens, self.heads.num_heads, self.heads.head_dim)
 
+    def cache_before(self) -> Tensor:
+        """The cache before this step's keys and values are written: NaN in their rows."""
+        cache = self.cache.clone()
+        for i, (num_tokens, length) in enumerate(self.parts):
+            for position in range(length - num_tokens, length):
+                block = int(self.block_tables[i, position // self.heads.block_size])
+                cache[block, :, :, position % self.heads.block_size] = torch.nan
+        return cache
+
     def reference(self) -> Tensor:
         return REFERENCES["paged_attention"](
             self.queries.float(), self.cache, self.block_tables, self.seq_lens[: len(self.parts)],
@@ -115,6 +124,7 @@ def attend(step: Step, variant: str, *, spare: int = 3, late: tuple[str, ...] = 
             "max_query_len": max(n for n, _ in step.parts),
         },
         late=late,
+        early={"cache": step.cache_before()} if "cache" in late else None,
         q=q,
         cache=step.cache.to(DEVICE),
         block_tables=step.block_tables.to(DEVICE),
@@ -259,6 +269,18 @@ def test_mixed_without_long_or_short_queries(variant: str) -> None:
 def test_inputs_that_arrive_late_are_waited_for(variant: str, late: str) -> None:
     parts = [(1, 700), (2, 64)] if variant == "decode" else [(1, 700), (140, 300)]
     check(Heads(8, 2, 128), parts, variant, late=(late,))
+
+
+@pytest.mark.parametrize("heads", [Heads(8, 2, 128), Heads(3, 1, 64, 16), Heads(4, 1, 256, 64)], ids=_name)
+@pytest.mark.parametrize("variant", ("decode", *VARIANTS))
+def test_only_tokens_of_earlier_steps_are_read_before_the_wait(heads: Heads, variant: str) -> None:
+    if not _runs(heads, variant):
+        pytest.skip(f"no {variant} kernel of head_dim {heads.head_dim}")
+    # this step's tokens in the first, a middle and the last stages of the ring, across and at their edges
+    for length in (1, 16, 17, 64, 65, 192, 193, 400):
+        check(heads, [(1, length), (min(length, 5), length)], variant, seed=length, late=("cache",))
+    many = [(1 + i % 4, 5 + 7 * i) for i in range(64)]
+    check(heads, many, variant, late=("cache",))
 
 
 @pytest.mark.parametrize("variant", ("decode", *VARIANTS))
