@@ -25,6 +25,7 @@ _CLUSTERS_AT_ONCE = {
     3: 0.96,
     4: 0.91,
     5: 0.84,
+    6: 0.84,
     8: 0.85,
 }  # a cluster lies in one GPC: some SMs idle
 _START_MICROSECONDS = {1: 1.5, 2: 2.0}
@@ -44,7 +45,7 @@ _OTHER_TILES = 1.5
 class Tiling:
     rows: int  # of the weight
     tokens: int
-    multicast: int = 1  # CTAs of a cluster that share x
+    multicast: int = 1  # tiles of rows of a cluster, which share x
     split_k: int = 1  # CTAs of a cluster that share a tile
     per_sm: int = 1  # CTAs on a multiprocessor
 
@@ -55,9 +56,9 @@ class Tiling:
 
     @property
     def name(self) -> str:
-        """As in a kernel's name: 128x256.m2, 256x128.s4."""
-        suffix = f".m{self.multicast}" if self.multicast > 1 else f".s{self.split_k}"
-        return f"{self.rows}x{self.tokens}{suffix if self.cluster > 1 else ''}"
+        """As in a kernel's name: 128x256.m2, 256x128.s4, 128x64.m2.s2."""
+        parts = (("m", self.multicast), ("s", self.split_k))
+        return f"{self.rows}x{self.tokens}" + "".join(f".{kind}{count}" for kind, count in parts if count > 1)
 
 
 _TILINGS = (
@@ -73,7 +74,11 @@ _TILINGS = (
     Tiling(256, 64, split_k=2),
     Tiling(256, 64, split_k=4),
     Tiling(256, 64, split_k=8),
+    *(Tiling(256, tokens, multicast=2, split_k=split) for tokens in (64, 128) for split in (1, 2, 4)),
+    *(Tiling(256, 32, split_k=split) for split in (1, 2, 4)),
     *(Tiling(128, tokens, split_k=split, per_sm=2) for tokens in (16, 32, 64) for split in (1, 2, 3, 4)),
+    *(Tiling(128, tokens, 2, split, per_sm=2) for tokens in (16, 32, 64) for split in (1, 2, 3, 4)),
+    *(Tiling(128, tokens, 4, split, per_sm=2) for tokens in (32, 64) for split in (1, 2)),
 )
 # dequantizing takes too many registers for two of these on a multiprocessor
 _DENSE_TILINGS = tuple(Tiling(128, 128, split_k=split, per_sm=2) for split in (2, 3, 4))

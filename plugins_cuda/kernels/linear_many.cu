@@ -6,15 +6,17 @@
 //   warpgroups 0, 1: 64 * kBlocks rows each, f32 accumulators in registers
 //   after them: a warp copies weight tiles (contiguous in m64) into a ring, another boxes of x into its own
 // Two rings, so that weights are prefetched while the previous kernel still runs, x after it.
-//   MULTICAST = 2: two CTAs of a cluster share the tokens, each fetches half of x for both
+//   MULTICAST = m: m CTAs of a cluster share the tokens, each fetches a part of x for all: at 64 tokens x is as
+//                  many bytes from L2 as bf16 weights of 64 rows
 //   SPLIT_K = s: s CTAs of a cluster share a tile, each has a part of k. Every CTA sends its sums of 16 rows
 //                to the CTA that owns them, into its shared memory
+// CTA r of a cluster has tile r % m of rows and part r / m of k.
 //   PER_SM = 2: small tiles, with registers and shared memory for two CTAs on a multiprocessor: the next
 //               kernel's weights are on their way before this kernel ends
 // Structure: the warp-specialised persistent kernels of CUTLASS 3 (NVIDIA, "Efficient GEMM in CUDA").
 //
-// Defines: SCHEME (weight_tile.cuh), ROWS (128, 256), TOKENS (16, 32, 64, 128, 256), MULTICAST (1, 2),
-// SPLIT_K (1 to 8, only where MULTICAST is 1), PER_SM (1, 2), OUT_F32 (0, 1).
+// Defines: SCHEME (weight_tile.cuh), ROWS (128, 256), TOKENS (16, 32, 64, 128, 256), MULTICAST (1, 2, 4),
+// SPLIT_K (1 to 8; at most 8 CTAs a cluster), PER_SM (1, 2), OUT_F32 (0, 1).
 #include "abi.cuh"
 #include "mbarrier.cuh"
 #include "tma.cuh"
@@ -46,8 +48,9 @@ constexpr int least(int a, int b) { return a < b ? a : b; }
 constexpr int kStagedTokens = least(TOKENS, (OUT_F32 ? 32 : 64) / PER_SM);
 constexpr int kStagedBytes = SPLIT_K > 1 ? 0 : kStagedTokens * kStagedPitch;
 constexpr int kRingBytes = kSharedBytes - 1024 - 512 - 2 * kStagedBytes;  // less alignment and barriers
-constexpr int kXStages = least(
-    8, least((kRingBytes - 2 * kSlotBytes) / kBoxBytes, kRingBytes / (kBoxBytes + kSlotBytes / kUnitSteps)));
+constexpr int kXStages =  // whole units
+    least(8, least((kRingBytes - 2 * kSlotBytes) / kBoxBytes, kRingBytes / (kBoxBytes + kSlotBytes / kUnitSteps))) /
+    kUnitSteps * kUnitSteps;
 constexpr int kWeightStages = least(8, (kRingBytes - kXStages * kBoxBytes) / kSlotBytes);
 // Sums that a CTA receives: [CTA that sends][panel of 16 rows][row][kSumPitch], panel p from all CTAs goes to
 // CTA p % SPLIT_K. Floats of a row; 4 rows of 8 bytes a lane fall into different banks.
@@ -56,7 +59,7 @@ constexpr int kPanels = ROWS / 16;
 constexpr int kOwnPanels = (kPanels + SPLIT_K - 1) / SPLIT_K;
 
 static_assert(ROWS % 128 == 0 && kBlocks * TOKENS <= 256, "accumulators are at most 128 registers");
-static_assert(MULTICAST == 1 || SPLIT_K == 1, "a cluster shares tokens or a tile");
+static_assert(MULTICAST * SPLIT_K <= 8 && TOKENS / MULTICAST % 8 == 0, "a cluster, and its parts of a box");
 static_assert(kXStages >= 2 && kWeightStages >= 2, "shared memory");
 static_assert(SPLIT_K == 1 || SPLIT_K * kOwnPanels * 16 * kSumPitch * 4 <= kRingBytes,
               "received sums take the rings' place");
@@ -82,8 +85,9 @@ struct Ring {  // position of a reader or writer
     int slot = 0;
     uint32_t phase = 0;
 
-    __device__ __forceinline__ void advance() {
-        if (++slot == kStages) {
+    __device__ __forceinline__ void advance(int steps = 1) {
+        slot += steps;
+        if (slot == kStages) {
             slot = 0;
             phase ^= 1;
         }
@@ -99,7 +103,8 @@ struct Work {
     int first_unit, num_units;                    // this CTA's part of k
     int num_steps;
     int units_of_k;
-    int cluster, num_clusters, rank;
+    int cluster, num_clusters;
+    int row_rank, k_rank;  // this CTA's tile of the cluster's rows, and part of k
 
     __device__ explicit Work(const LinearTmaParams &p) {
         constexpr int kCluster = MULTICAST * SPLIT_K;
@@ -109,11 +114,11 @@ struct Work {
         num_tiles = token_tiles * row_tiles;
         cluster = blockIdx.x / kCluster;
         num_clusters = gridDim.x / kCluster;
-        rank = blockIdx.x % kCluster;
+        row_rank = blockIdx.x % MULTICAST;
+        k_rank = blockIdx.x % kCluster / MULTICAST;
         units_of_k = (p.k + kUnit - 1) / kUnit;
-        const int part = SPLIT_K > 1 ? rank : 0;
-        first_unit = units_of_k * part / SPLIT_K;
-        const int end_unit = units_of_k * (part + 1) / SPLIT_K;
+        first_unit = units_of_k * k_rank / SPLIT_K;
+        const int end_unit = units_of_k * (k_rank + 1) / SPLIT_K;
         num_units = end_unit - first_unit;
         num_steps = min((p.k + kStep - 1) / kStep, end_unit * kUnitSteps) - first_unit * kUnitSteps;
     }
@@ -125,7 +130,7 @@ struct Work {
         const int width = min(kGroupTiles, token_tiles - group * kGroupTiles);
         const int row = within / width;
         const int token = group * kGroupTiles + within - row * width;
-        return {token * TOKENS, (row * MULTICAST + (MULTICAST > 1 ? rank : 0)) * ROWS};
+        return {token * TOKENS, (row * MULTICAST + row_rank) * ROWS};
     }
 };
 
@@ -164,11 +169,12 @@ __device__ void copy_x(const LinearTmaParams &p, const Work &work, const Shared 
             const int column = (work.first_unit * kUnitSteps + step) * kStep;
             uint32_t to = shared.x + ring.slot * kBoxBytes;
             if constexpr (MULTICAST > 1) {
-                // empty in all CTAs of the cluster; the barrier counts the bytes of all their copies
+                // empty in all CTAs that share it; the barrier counts the bytes of all their copies
                 mbarrier_wait(shared.x_empty + 8 * ring.slot, ring.phase ^ 1);
                 mbarrier_arrive_expect(full, kBoxBytes);
-                to += work.rank * kRows * kStep * 2;
-                copy_box_multicast(to, &p.x, column, token + work.rank * kRows, full, (1 << MULTICAST) - 1);
+                to += work.row_rank * kRows * kStep * 2;
+                copy_box_multicast(to, &p.x, column, token + work.row_rank * kRows, full,
+                                   ((1 << MULTICAST) - 1) << work.k_rank * MULTICAST);
             } else {
                 mbarrier_wait(shared.x_empty + 8 * ring.slot, ring.phase ^ 1);
                 mbarrier_arrive_expect(full, kBoxBytes);
@@ -190,14 +196,19 @@ struct Consumer {
     const int lane = threadIdx.x % 32;
     Ring<kXStages> x;
     Ring<kWeightStages> weight;
+    const uint8_t *tiles;  // of the warpgroup, in slot 0
+    uint64_t x_boxes;      // descriptor of slot 0
 
     __device__ Consumer(const LinearTmaParams &p, const Work &work, const Shared &shared)
-        : p(p), work(work), shared(shared) {}
+        : p(p), work(work), shared(shared) {
+        tiles = static_cast<const uint8_t *>(__cvta_shared_to_generic(weight_tiles()));
+        x_boxes = swizzled_descriptor(shared.x);
+    }
 
     __device__ __forceinline__ void release_x(int slot) const {
         const uint32_t barrier = shared.x_empty + 8 * slot;
         if constexpr (MULTICAST > 1) {
-            if (lane < MULTICAST) mbarrier_arrive_at(barrier, lane);
+            if (lane < MULTICAST) mbarrier_arrive_at(barrier, work.k_rank * MULTICAST + lane);
         } else {
             if (lane == 0) mbarrier_arrive(barrier);
         }
@@ -240,37 +251,53 @@ struct Consumer {
         release_weight(weight.slot == 0 ? kWeightStages - 1 : weight.slot - 1);
     }
 
-    // The same with dequantized fragments. ptxas serialises wgmmas whose registers are written while others
-    // are in flight, so a warpgroup waits for its own before it dequantizes: the other one's keep the tensor
-    // cores busy.
+    // The same with dequantized fragments in registers. The wgmmas of a fragment are a group, of which three
+    // run while the next fragment is dequantized: into the registers of the fourth, which has finished. So the
+    // x of a step is free when the next step's last fragment is ready.
     __device__ __forceinline__ void multiply_quantized(Accumulators &d) {
-        uint32_t a[kBlocks][4][4];
-        for (int step = 0; step < work.num_steps; ++step) {
-            const int part = step % kUnitSteps;
-            if (part == 0) mbarrier_wait(shared.weight_full + 8 * weight.slot, weight.phase);
-            const uint8_t *tile = static_cast<const uint8_t *>(__cvta_shared_to_generic(weight_tiles()));
 #pragma unroll
-            for (int block = 0; block < kBlocks; ++block)
-                load_fragments(tile + block * kTileBytes, warp, part, lane, a[block]);
-            mbarrier_wait(shared.x_full + 8 * x.slot, x.phase);
-            const uint64_t b = swizzled_descriptor(shared.x + x.slot * kBoxBytes);
-            wgmma_fence();
+        for (int block = 0; block < kBlocks; ++block) {
 #pragma unroll
-            for (int s = 0; s < 4; ++s) {
+            for (int i = 0; i < TOKENS / 2; ++i) d[block][i] = 0.0f;
+        }
+        uint32_t a[4][kBlocks][4];
+        int slot_before = 0;  // of the x of the step before
+        for (int unit = 0; unit < work.num_units; ++unit) {  // of whole steps: blocks of columns don't end in one
+            mbarrier_wait(shared.weight_full + 8 * weight.slot, weight.phase);
+            const uint8_t *tile = tiles + weight.slot * kSlotBytes;
+#pragma unroll
+            for (int part = 0; part < kUnitSteps; ++part) {
+                Part loaded[kBlocks];
 #pragma unroll
                 for (int block = 0; block < kBlocks; ++block)
-                    Wgmma<TOKENS>::registers(d[block], a[block][s], b + 2 * s, step > 0 || s > 0);
+                    loaded[block] = load_part(tile + block * kTileBytes, warp, part, lane);
+                if (part == kUnitSteps - 1) {
+                    __syncwarp();
+                    release_weight(weight.slot);
+                    weight.advance();
+                }
+                const uint64_t b = x_boxes + (x.slot + part) * (kBoxBytes / 16);
+                const uint32_t x_full = shared.x_full + 8 * (x.slot + part);
+#pragma unroll
+                for (int s = 0; s < 4; ++s) {
+                    wgmma_wait<3>();
+                    if (s == 3 && (part > 0 || unit > 0)) release_x(slot_before);
+#pragma unroll
+                    for (int block = 0; block < kBlocks; ++block)
+                        dequantize_fragment(loaded[block], s, a[s][block]);
+                    if (s == 0) mbarrier_wait(x_full, x.phase);
+                    wgmma_fence();
+#pragma unroll
+                    for (int block = 0; block < kBlocks; ++block)
+                        Wgmma<TOKENS>::registers(d[block], a[s][block], b + 2 * s, 1);
+                    wgmma_commit();
+                }
+                slot_before = x.slot + part;
             }
-            wgmma_commit();
-            if (part == kUnitSteps - 1 || step == work.num_steps - 1) {
-                __syncwarp();
-                release_weight(weight.slot);
-                weight.advance();
-            }
-            wgmma_wait<0>();
-            release_x(x.slot);
-            x.advance();
+            x.advance(kUnitSteps);
         }
+        wgmma_wait<0>();
+        release_x(slot_before);
     }
 
     // Bias of the two rows that a lane holds of a block.
@@ -379,15 +406,16 @@ struct Consumer {
         return min(TOKENS, work.live - tile.token + 7) / 8;
     }
     __device__ __forceinline__ int own_panels() const {
-        return (kPanels - work.rank + SPLIT_K - 1) / SPLIT_K;
+        return (kPanels - work.k_rank + SPLIT_K - 1) / SPLIT_K;
     }
     // Every panel of the partial sum to its owner, where the rings were: all CTAs have read theirs.
     __device__ __forceinline__ void send(const Tile &tile, const Accumulators &d) const {
         const int groups = token_groups(tile);
 #pragma unroll
         for (int block = 0; block < kBlocks; ++block) {
-            const int panel = (warpgroup * kBlocks + block) * 4 + warp, owner = panel % SPLIT_K;
-            const int row = (work.rank * kOwnPanels + panel / SPLIT_K) * 16 + lane / 4;
+            const int panel = (warpgroup * kBlocks + block) * 4 + warp;
+            const int owner = panel % SPLIT_K * MULTICAST + work.row_rank;
+            const int row = (work.k_rank * kOwnPanels + panel / SPLIT_K) * 16 + lane / 4;
             const uint32_t to = cluster_address(shared.x + (row * kSumPitch + lane % 4 * 2) * 4, owner);
             const uint32_t barrier = cluster_address(shared.received, owner);
 #pragma unroll
@@ -399,13 +427,13 @@ struct Consumer {
             }
         }
     }
-    // y = sum over the cluster, in the order of the ranks, + bias, for this CTA's panels.
+    // y = sum over the parts of k in their order, + bias, for this CTA's panels.
     __device__ __forceinline__ void write_sums(const Tile &tile) const {
         const bool aligned = is_aligned();
         mbarrier_wait(shared.received, 0);
         for (int i = threadIdx.x; i < own_panels() * 2 * TOKENS; i += kConsumers) {  // 8 rows of a token
             const int token = i % TOKENS, half = i / TOKENS;
-            const int row = tile.row + (half / 2 * SPLIT_K + work.rank) * 16 + half % 2 * 8;
+            const int row = tile.row + (half / 2 * SPLIT_K + work.k_rank) * 16 + half % 2 * 8;
             if (tile.token + token >= work.live || row >= p.n) continue;
             float sum[8] = {};
 #pragma unroll
@@ -493,7 +521,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, PER_SM)
             } else {
                 consumer.multiply_quantized(d);
             }
-            if constexpr (SPLIT_K > 1) {  // one tile per cluster
+            if constexpr (SPLIT_K > 1) {  // one set of tiles per cluster
                 const Tile tile = work.tile(index);
                 if (threadIdx.x == 0) {
                     mbarrier_arrive_expect(shared.received, SPLIT_K * consumer.own_panels() *
@@ -512,8 +540,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, PER_SM)
             if (work.cluster >= work.num_tiles) cluster_barrier_relaxed();
         }
     }
-    // No CTA ends while another may still arrive at its barriers. (One that waits for sums can't end early.)
-    if constexpr (MULTICAST > 1) cluster_barrier_relaxed();
+    // No CTA ends while another may still arrive at its barriers: after the one above only sums are sent, which
+    // their receiver waits for.
+    if constexpr (MULTICAST > 1 && SPLIT_K == 1) cluster_barrier_relaxed();
 }
 
 }  // namespace castiron

@@ -26,7 +26,7 @@ QUANTIZED = [
     f"{scheme}.{tiling}"
     for scheme in PACKED_SCHEMES
     if scheme != "bf16"
-    for tiling in ("128x256.m2.f32", "256x128", "128x32.s2")
+    for tiling in ("128x256.m2.f32", "256x128", "128x32.s2", "128x64.m2.s2")
 ]
 # live tokens, capacity, n, k: tails of every tile size, single rows, several tiles per CTA's share
 SHAPES = (
@@ -171,7 +171,7 @@ def test_odd_numbers_of_groups_match_the_reference(name: str) -> None:
 
 STRUCTURES = (
     "bf16.128x256.m2", "bf16.256x128", "bf16.256x128.s4", "bf16.128x16.s3", "bf16.128x64", "q4_1.256x128",
-    "q4_k.256x64.s4", "q4_1.128x32.s3", "int4_g128.256x64.s4",
+    "q4_k.256x64.s4", "q4_1.128x32.s3", "int4_g128.256x64.s4", "bf16.128x64.m2.s2", "int4_g128.128x32.m2.s3",
 )  # fmt: skip
 
 
