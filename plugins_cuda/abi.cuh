@@ -69,8 +69,6 @@ struct LinearTmaParams {  // the same, x through a tensor map: dims {k, capacity
     const void *weight;
     const float *bias;
     void *y;
-    float *partials;    // scratch of this launch, written before it is read; null where no tile is shared
-    int32_t *counters;  // zero before and after every launch
     const int32_t *header;
     int64_t y_stride;
     int32_t count, n, k, pad;

@@ -19,16 +19,25 @@ _MEMORY_BYTES_PER_MICROSECOND = {1: 3.6e6, 2: 4.1e6}  # by CTAs on a multiproces
 _L2_BYTES_PER_MICROSECOND = 6e6
 _SM_BYTES_PER_MICROSECOND = 0.1e6  # of one multiprocessor, from L2
 _CTA_BYTES_PER_MICROSECOND = {1: 0.1e6, 2: 0.045e6}  # of one CTA's ring where the weight comes from memory
-_CLUSTERS_AT_ONCE = {1: 1.0, 2: 1.0, 4: 0.91}  # by size: a cluster lies in one GPC, some SMs stay idle
+_CLUSTERS_AT_ONCE = {
+    1: 1.0,
+    2: 1.0,
+    3: 0.96,
+    4: 0.91,
+    5: 0.84,
+    6: 0.84,
+    8: 0.85,
+}  # a cluster lies in one GPC: some SMs idle
 _START_MICROSECONDS = {1: 1.5, 2: 2.0}
-_SHARING_MICROSECONDS = 3.0
-_SHARED_ELEMENTS_PER_MICROSECOND = 16_000  # of a tile
-# To dequantize and multiply 64 x 64 int4 weights, by CTAs on a multiprocessor and tokens; other quantized
-# weights take longer.
-_TILE_MICROSECONDS = {
-    1: {32: 0.1, 64: 0.125, 128: 0.18, 256: 0.36},
-    2: {16: 0.2, 32: 0.23, 64: 0.28, 128: 0.45},
-}
+# a tile that is split is a CTA's only one: nothing hides its start and sum
+_SPLIT_MICROSECONDS = {1: 6.0, 2: 1.0}
+_SPLIT_ELEMENTS_PER_MICROSECOND = {1: 9_500, 2: 16_000}  # of a tile
+# two CTAs on a multiprocessor whose tiles are split take this much longer than the terms below say, by tokens
+_SPLIT_SLOWDOWN = {16: 1.2, 32: 1.2, 64: 1.55, 128: 1.55}
+# To dequantize and multiply 64 x 64 int4 weights: a CTA that has its multiprocessor alone, and one of two by tokens;
+# other quantized weights take longer.
+_TILE_MICROSECONDS = 0.22
+_TILE_MICROSECONDS_OF_TWO = {16: 0.22, 32: 0.26, 64: 0.32, 128: 0.45}
 _OTHER_TILES = 1.5
 
 
@@ -36,30 +45,38 @@ _OTHER_TILES = 1.5
 class Tiling:
     rows: int  # of the weight
     tokens: int
-    multicast: int = 1  # tiles of rows of a cluster, which share x
-    shares_k: bool = False  # tiles are dealt out by units of k
+    multicast: int = 1  # CTAs of a cluster that share x
+    split_k: int = 1  # CTAs of a cluster that share a tile
     per_sm: int = 1  # CTAs on a multiprocessor
 
     @property
+    def cluster(self) -> int:
+        """CTAs of a cluster."""
+        return self.multicast * self.split_k
+
+    @property
     def name(self) -> str:
-        """As in a kernel's name: 128x256.m2, 256x64.k."""
-        multicast = f".m{self.multicast}" if self.multicast > 1 else ""
-        return f"{self.rows}x{self.tokens}{multicast}{'.k' if self.shares_k else ''}"
+        """As in a kernel's name: 128x256.m2, 256x128.s4."""
+        suffix = f".m{self.multicast}" if self.multicast > 1 else f".s{self.split_k}"
+        return f"{self.rows}x{self.tokens}{suffix if self.cluster > 1 else ''}"
 
 
 _TILINGS = (
     Tiling(128, 256, multicast=2),
     Tiling(128, 128, multicast=2),
-    *(Tiling(256, tokens, shares_k=shares) for tokens in (32, 64, 128) for shares in (False, True)),
-    *(Tiling(128, tokens, 1, shares, per_sm=2) for tokens in (16, 32, 64) for shares in (False, True)),
-    *(Tiling(256, tokens, 2, True) for tokens in (64, 128)),
-    *(Tiling(128, tokens, 2, shares, per_sm=2) for tokens in (32, 64) for shares in (False, True)),
-    *(Tiling(128, tokens, 4, per_sm=2) for tokens in (32, 64)),
-    Tiling(128, 256, multicast=2, shares_k=True),
-    Tiling(128, 128, multicast=2, shares_k=True),
+    Tiling(256, 128),
+    Tiling(256, 128, split_k=2),
+    Tiling(256, 128, split_k=3),
+    Tiling(256, 128, split_k=4),
+    Tiling(256, 128, split_k=5),
+    Tiling(256, 128, split_k=8),
+    Tiling(256, 128, split_k=6),
+    *(Tiling(256, tokens, split_k=split) for tokens in (32, 64) for split in (1, 2, 4, 5, 6, 8)),
+    *(Tiling(128, tokens, split_k=split, per_sm=2) for tokens in (16, 32, 64) for split in (1, 2, 3, 4)),
+    *(Tiling(128, tokens, multicast=4, per_sm=2) for tokens in (32, 64)),
 )
 # dequantizing takes too many registers for two of these on a multiprocessor
-_DENSE_TILINGS = (Tiling(128, 128, shares_k=True, per_sm=2),)
+_DENSE_TILINGS = tuple(Tiling(128, 128, split_k=split, per_sm=2) for split in (2, 3, 4))
 _F32_TILINGS = (  # of logits: n is large
     Tiling(128, 256, multicast=2),
     Tiling(256, 128),
@@ -74,40 +91,25 @@ def _num_tiles(tiling: Tiling, sizes: Sizes) -> int:
     return -(-sizes["n"] // rows) * -(-sizes["rows"] // tiling.tokens)
 
 
-def _num_units(scheme: str, tiling: Tiling, sizes: Sizes) -> int:
-    """Units of k of all tiles at the capacity."""
-    return _num_tiles(tiling, sizes) * -(-sizes["k"] // unit_columns(scheme))
+def _grid(tiling: Tiling) -> Callable[[Sizes], Grid]:
+    def grid(sizes: Sizes) -> Grid:
+        clusters = _num_tiles(tiling, sizes)
+        if tiling.split_k == 1:  # persistent
+            clusters = min(clusters, sizes["num_sms"] * tiling.per_sm // tiling.cluster)
+        return (clusters * tiling.cluster, 1, 1)
+
+    return grid
 
 
-def _num_clusters(scheme: str, tiling: Tiling, sizes: Sizes) -> int:
-    """As many as run at once, or as have work."""
-    work = _num_units(scheme, tiling, sizes) if tiling.shares_k else _num_tiles(tiling, sizes)
-    return min(work, sizes["num_sms"] * tiling.per_sm // tiling.multicast)
+def _why_not(scheme: str, tiling: Tiling) -> Callable[[Sizes], str]:
+    def why_not(sizes: Sizes) -> str:
+        if sizes["k"] % 8:
+            return f"copies rows of x by a multiple of 8 elements, not {sizes['k']}"
+        if -(-sizes["k"] // unit_columns(scheme)) < tiling.split_k:
+            return f"splits k into {tiling.split_k} parts of {unit_columns(scheme)} or more, not {sizes['k']}"
+        return ""
 
-
-def _grid(scheme: str, tiling: Tiling) -> Callable[[Sizes], Grid]:
-    return lambda sizes: (_num_clusters(scheme, tiling, sizes) * tiling.multicast, 1, 1)
-
-
-def _scratch_bytes(scheme: str, tiling: Tiling) -> Callable[[Sizes], int]:
-    """Sums of the first and the last tile of every CTA."""
-
-    def scratch_bytes(sizes: Sizes) -> int:
-        ctas = _num_clusters(scheme, tiling, sizes) * tiling.multicast
-        return ctas * 2 * tiling.rows * tiling.tokens * 4
-
-    return scratch_bytes
-
-
-def _counters_bytes(tiling: Tiling) -> Callable[[Sizes], int]:
-    """One for each tile."""
-    return lambda sizes: _num_tiles(tiling, sizes) * tiling.multicast * 4
-
-
-def _why_not(sizes: Sizes) -> str:
-    if sizes["k"] % 8:
-        return f"copies rows of x by a multiple of 8 elements, not {sizes['k']}"
-    return ""
+    return why_not
 
 
 def _cost(scheme: str, tiling: Tiling) -> Callable[[Sizes], float]:
@@ -117,31 +119,37 @@ def _cost(scheme: str, tiling: Tiling) -> Callable[[Sizes], float]:
     def cost(sizes: Sizes) -> float:
         num_sms, n, k = sizes["num_sms"], sizes["n"], sizes["k"]
         num_tiles = _num_tiles(tiling, sizes)
-        clusters = _num_clusters(scheme, tiling, sizes)
-        at_once = int(clusters * _CLUSTERS_AT_ONCE[tiling.multicast])
-        waves = num_tiles / clusters if tiling.shares_k else -(-num_tiles // at_once)  # tiles of a CTA
-        ctas_of_sm = min(per_sm, -(-clusters * tiling.multicast // num_sms))  # at once
+        at_once = int(num_sms * per_sm * _CLUSTERS_AT_ONCE[tiling.cluster] / tiling.cluster)
+        waves = -(-num_tiles // at_once)
+        num_ctas = num_tiles * tiling.cluster  # in all waves
+        ctas_of_sm = min(per_sm, -(-num_ctas // num_sms))  # at once
+        part_k = -(-k // tiling.split_k)
         rate = _FLOPS_PER_MICROSECOND * _EFFICIENCY[tiling.tokens] / num_sms
-        flops = waves * ctas_of_sm * 2 * tiling.rows * tiling.tokens * k / rate
-        copied = k * (tiling.rows * weight_bytes_per_k + 2 * tiling.tokens / tiling.multicast)  # of a tile
+        flops = waves * ctas_of_sm * 2 * tiling.rows * tiling.tokens * part_k / rate
+        copied = part_k * (
+            tiling.rows * weight_bytes_per_k + 2 * tiling.tokens / tiling.multicast
+        )  # of a CTA
         copies = waves * ctas_of_sm * copied / _SM_BYTES_PER_MICROSECOND
         passes = -(-sizes["rows"] // _GROUP_TOKENS)
         weight_bytes = -(-n // TILE_ROWS) * TILE_ROWS * k * weight_bytes_per_k * passes
+        readers = min(_num_tiles(tiling, {**sizes, "rows": 1}), at_once) * tiling.cluster
         memory = weight_bytes / min(
-            _MEMORY_BYTES_PER_MICROSECOND[per_sm],
-            clusters * tiling.multicast * _CTA_BYTES_PER_MICROSECOND[per_sm],
+            _MEMORY_BYTES_PER_MICROSECOND[per_sm], readers * _CTA_BYTES_PER_MICROSECOND[per_sm]
         )
-        through_l2 = num_tiles * tiling.multicast * copied / _L2_BYTES_PER_MICROSECOND
+        through_l2 = num_ctas * copied / _L2_BYTES_PER_MICROSECOND if per_sm > 1 else 0.0
         dequantizing = 0.0
         if scheme != "bf16":
-            tile_time = _TILE_MICROSECONDS[per_sm][tiling.tokens] * (
-                1.0 if scheme.startswith("int4") else _OTHER_TILES
-            )
-            dequantizing = waves * tiling.rows / TILE_ROWS * k / 64 * tile_time
-        sharing = 0.0
-        if tiling.shares_k:
-            sharing = _SHARING_MICROSECONDS + tiling.rows * tiling.tokens / _SHARED_ELEMENTS_PER_MICROSECOND
-        return _START_MICROSECONDS[per_sm] + sharing + max(flops, copies, memory, through_l2, dequantizing)
+            tile_time = _TILE_MICROSECONDS_OF_TWO[tiling.tokens] if per_sm > 1 else _TILE_MICROSECONDS
+            tile_time *= 1.0 if scheme.startswith("int4") else _OTHER_TILES
+            dequantizing = waves * tiling.rows / TILE_ROWS * part_k / 64 * tile_time
+        split = 0.0
+        if tiling.split_k > 1:
+            elements = tiling.rows * tiling.tokens
+            split = waves * (_SPLIT_MICROSECONDS[per_sm] + elements / _SPLIT_ELEMENTS_PER_MICROSECOND[per_sm])
+        time = _START_MICROSECONDS[per_sm] + split + max(flops, copies, memory, through_l2, dequantizing)
+        if tiling.split_k > 1 and per_sm > 1 and scheme == "bf16":
+            time *= _SPLIT_SLOWDOWN[tiling.tokens]
+        return time
 
     return cost
 
@@ -152,18 +160,15 @@ def _spec(scheme: str, tiling: Tiling, dtype: str) -> CudaKernelSpec:
         "ROWS": tiling.rows,
         "TOKENS": tiling.tokens,
         "MULTICAST": tiling.multicast,
-        "SHARED_K": int(tiling.shares_k),
+        "SPLIT_K": tiling.split_k,
         "PER_SM": tiling.per_sm,
         "OUT_F32": int(dtype == "f32"),
     }
-    scratch = "partials:p:scratch.ptr counters:p:counters.ptr"
-    if not tiling.shares_k:
-        scratch = "partials:l:zero counters:l:zero"
     return CudaKernelSpec(
         name=f"linear_many.{scheme}.{tiling.name}" + (".f32" if dtype == "f32" else ""),
         op="linear",
         parameters=parameters(
-            f"x:t:in0.map weight:p:in1.ptr bias:p:in2.ptr? y:p:out0.ptr {scratch} header:p:header.ptr "
+            "x:t:in0.map weight:p:in1.ptr bias:p:in2.ptr? y:p:out0.ptr header:p:header.ptr "
             "y_stride:l:out0.stride0 count:i:in0.count n:i:in1.dim0 k:i:in1.dim1 pad:i:zero"
         ),
         params_struct="LinearTmaParams",
@@ -172,15 +177,13 @@ def _spec(scheme: str, tiling: Tiling, dtype: str) -> CudaKernelSpec:
         source="linear_many.cu",
         entry="linear_many",
         threads=_THREADS[tiling.per_sm],
-        grid=_grid(scheme, tiling),
+        grid=_grid(tiling),
         operands={"in0": "bf16", "in2": "f32", "out0": dtype},
         defines=tuple((name, str(value)) for name, value in defines.items()),
-        cluster=(tiling.multicast, 1, 1),
+        cluster=(tiling.cluster, 1, 1),
         shared_bytes=lambda _: SHARED_BYTES[tiling.per_sm],
-        scratch_bytes=_scratch_bytes(scheme, tiling) if tiling.shares_k else lambda _: 0,
-        counters_bytes=_counters_bytes(tiling) if tiling.shares_k else lambda _: 0,
         boxes={"x": (_STEP, tiling.tokens // tiling.multicast)},
-        why_not=_why_not,
+        why_not=_why_not(scheme, tiling),
         cost=_cost(scheme, tiling),
     )
 

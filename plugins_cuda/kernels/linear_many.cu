@@ -7,16 +7,14 @@
 //   after them: a warp copies weight tiles (contiguous in m64) into a ring, another boxes of x into its own
 // Two rings, so that weights are prefetched while the previous kernel still runs, x after it.
 //   MULTICAST = m: m CTAs of a cluster share the tokens, each fetches a part of x for all
-//   SHARED_K = 1: the tiles' units of k, one tile after another, are dealt out in equal runs, so that all
-//                 multiprocessors work to the end whatever the number of tiles. CTAs that meet in a tile leave
-//                 their sums in scratch memory, and each adds up a part of the tile when its run is done
+//   SPLIT_K = s: s CTAs of a cluster share a tile, each has a part of k. Every CTA sends its sums of 16 rows
+//                to the CTA that owns them, into its shared memory
 //   PER_SM = 2: small tiles, with registers and shared memory for two CTAs on a multiprocessor: the next
 //               kernel's weights are on their way before this kernel ends
-// Structure: the warp-specialised persistent kernels of CUTLASS 3 (NVIDIA, "Efficient GEMM in CUDA"); shared k:
-// Osama et al., "Stream-K: Work-centric Parallel Decomposition for Dense Matrix-Matrix Multiplication", 2023.
+// Structure: the warp-specialised persistent kernels of CUTLASS 3 (NVIDIA, "Efficient GEMM in CUDA").
 //
-// Defines: SCHEME (weight_tile.cuh), ROWS (128, 256), TOKENS (16, 32, 64, 128, 256), MULTICAST (1, 2),
-// SHARED_K (0, 1), PER_SM (1, 2), OUT_F32 (0, 1; 1 only without SHARED_K).
+// Defines: SCHEME (weight_tile.cuh), ROWS (128, 256), TOKENS (16, 32, 64, 128, 256), MULTICAST (1, 2, 4),
+// SPLIT_K (1 to 8, only where MULTICAST is 1), PER_SM (1, 2), OUT_F32 (0, 1).
 #include "abi.cuh"
 #include "mbarrier.cuh"
 #include "tma.cuh"
@@ -33,7 +31,6 @@ constexpr int kRowTiles = ROWS / 64;            // m64 tiles
 constexpr int kBlocks = kRowTiles / 2;          // of a warpgroup
 constexpr int kConsumers = 256;                 // threads
 constexpr int kConsumerWarps = kConsumers / 32;
-constexpr int kAllConsumers = 3;  // named barrier; 1 and 2 are a warpgroup's
 constexpr int kThreads = PER_SM == 1 ? 384 : 320;   // whole warpgroups where they trade registers
 constexpr int kGroupTiles = 2048 / TOKENS;          // token tiles that stay in L2 while the weight streams by
 constexpr int kBoxBytes = TOKENS * kStep * 2;       // x of a step
@@ -47,23 +44,27 @@ constexpr int kStagedPitch = OUT_F32 ? 68 * 4 : 128;
 constexpr int least(int a, int b) { return a < b ? a : b; }
 // transposed at a time by a warpgroup
 constexpr int kStagedTokens = least(TOKENS, (OUT_F32 ? 32 : 64) / PER_SM);
-constexpr int kStagedBytes = kStagedTokens * kStagedPitch;
+constexpr int kStagedBytes = SPLIT_K > 1 ? 0 : kStagedTokens * kStagedPitch;
 constexpr int kRingBytes = kSharedBytes - 1024 - 512 - 2 * kStagedBytes;  // less alignment and barriers
 constexpr int kXStages =  // whole units
     least(8, least((kRingBytes - 2 * kSlotBytes) / kBoxBytes, kRingBytes / (kBoxBytes + kSlotBytes / kUnitSteps))) /
     kUnitSteps * kUnitSteps;
 constexpr int kWeightStages = least(8, (kRingBytes - kXStages * kBoxBytes) / kSlotBytes);
-// Sums of a run's first or last tile in scratch memory: pieces of 64 rows x 8 tokens, 4 floats a thread
-constexpr int kPieces = kRowTiles * TOKENS / 8;
-constexpr int kPieceFloats = 128 * 4;
+// Sums that a CTA receives: [CTA that sends][panel of 16 rows][row][kSumPitch], panel p from all CTAs goes to
+// CTA p % SPLIT_K. Floats of a row; 4 rows of 8 bytes a lane fall into different banks.
+constexpr int kSumPitch = TOKENS + 8;
+constexpr int kPanels = ROWS / 16;
+constexpr int kOwnPanels = (kPanels + SPLIT_K - 1) / SPLIT_K;
 
 static_assert(ROWS % 128 == 0 && kBlocks * TOKENS <= 256, "accumulators are at most 128 registers");
-static_assert(TOKENS / MULTICAST % 8 == 0, "parts of a box");
+static_assert(MULTICAST == 1 || SPLIT_K == 1, "a cluster shares tokens or a tile");
 static_assert(kXStages >= 2 && kWeightStages >= 2, "shared memory");
-static_assert(2 * 8 * (kXStages + kWeightStages) <= 512, "barriers");
+static_assert(SPLIT_K == 1 || SPLIT_K * kOwnPanels * 16 * kSumPitch * 4 <= kRingBytes,
+              "received sums take the rings' place");
+static_assert(2 * 8 * (kXStages + kWeightStages) + 8 <= 512, "barriers");
 
 struct Shared {  // addresses
-    uint32_t x, weight, staged, x_full, x_empty, weight_full, weight_empty;
+    uint32_t x, weight, staged, x_full, x_empty, weight_full, weight_empty, received;
 
     __device__ explicit Shared(uint32_t base) {
         x = base;
@@ -73,6 +74,7 @@ struct Shared {  // addresses
         x_empty = x_full + 8 * kXStages;
         weight_full = x_empty + 8 * kXStages;
         weight_empty = weight_full + 8 * kWeightStages;
+        received = weight_empty + 8 * kWeightStages;
     }
 };
 
@@ -94,52 +96,28 @@ struct Tile {
     int token, row;  // first of the CTA's tile; row may be beyond n in the last cluster
 };
 
-struct Run {  // of units of k of one tile
-    int tile, first_unit, num_units;  // 0: there are no more
-};
-
 struct Work {
     int live, token_tiles, row_tiles, num_tiles;  // row_tiles: of a cluster
+    int first_unit, num_units;                    // this CTA's part of k
+    int num_steps;
     int units_of_k;
-    int cluster, num_clusters;  // that have work; clusters beyond have none
-    int row_rank;               // this CTA's tile of the cluster's rows
-    int end;                    // of this cluster's units, counted over all tiles
+    int cluster, num_clusters, rank;
 
     __device__ explicit Work(const LinearTmaParams &p) {
+        constexpr int kCluster = MULTICAST * SPLIT_K;
         live = p.header[p.count];
         token_tiles = (live + TOKENS - 1) / TOKENS;
         row_tiles = (p.n + ROWS * MULTICAST - 1) / (ROWS * MULTICAST);
         num_tiles = token_tiles * row_tiles;
-        cluster = blockIdx.x / MULTICAST;
-        row_rank = blockIdx.x % MULTICAST;
+        cluster = blockIdx.x / kCluster;
+        num_clusters = gridDim.x / kCluster;
+        rank = blockIdx.x % kCluster;
         units_of_k = (p.k + kUnit - 1) / kUnit;
-        num_clusters = min(int(gridDim.x) / MULTICAST, num_tiles * units_of_k);
-        end = cluster < num_clusters ? first_unit_of(cluster + 1) : 0;
-    }
-    // SHARED_K: of a cluster, counted over all tiles.
-    __device__ __forceinline__ int first_unit_of(int cluster) const {
-        return int(int64_t(num_tiles) * units_of_k * cluster / num_clusters);
-    }
-    // The cluster that has a unit.
-    __device__ __forceinline__ int cluster_of(int unit) const {
-        return int(((int64_t(unit) + 1) * num_clusters - 1) / (int64_t(num_tiles) * units_of_k));
-    }
-    __device__ __forceinline__ Run run_from(int unit) const {
-        const int tile = unit / units_of_k, first = unit - tile * units_of_k;
-        return {tile, first, min(units_of_k - first, end - unit)};
-    }
-    __device__ __forceinline__ Run first_run() const {
-        if (cluster >= num_clusters) return {0, 0, 0};
-        if constexpr (SHARED_K) return run_from(first_unit_of(cluster));
-        return {cluster, 0, cluster < num_tiles ? units_of_k : 0};
-    }
-    __device__ __forceinline__ Run next(const Run &run) const {
-        if constexpr (SHARED_K) {
-            const int unit = run.tile * units_of_k + run.first_unit + run.num_units;
-            return unit < end ? run_from(unit) : Run{0, 0, 0};
-        }
-        const int tile = run.tile + num_clusters;
-        return {tile, 0, tile < num_tiles ? units_of_k : 0};
+        const int part = SPLIT_K > 1 ? rank : 0;
+        first_unit = units_of_k * part / SPLIT_K;
+        const int end_unit = units_of_k * (part + 1) / SPLIT_K;
+        num_units = end_unit - first_unit;
+        num_steps = min((p.k + kStep - 1) / kStep, end_unit * kUnitSteps) - first_unit * kUnitSteps;
     }
     // Groups of kGroupTiles token tiles; in a group tokens vary fastest, so that the CTAs that run at one
     // time read few weight rows and all of the group's tokens.
@@ -149,7 +127,7 @@ struct Work {
         const int width = min(kGroupTiles, token_tiles - group * kGroupTiles);
         const int row = within / width;
         const int token = group * kGroupTiles + within - row * width;
-        return {token * TOKENS, (row * MULTICAST + row_rank) * ROWS};
+        return {token * TOKENS, (row * MULTICAST + (MULTICAST > 1 ? rank : 0)) * ROWS};
     }
 };
 
@@ -158,16 +136,16 @@ __device__ void copy_weights(const LinearTmaParams &p, const Work &work, const S
     const int last_row_tile = (p.n + 63) / 64 - 1;
     Ring<kWeightStages> ring;
     int issued = 0;
-    for (Run run = work.first_run(); run.num_units > 0; run = work.next(run)) {
-        const int row_tile = work.tile(run.tile).row / 64;
-        for (int unit = 0; unit < run.num_units; ++unit) {
+    for (int index = work.cluster; index < work.num_tiles; index += work.num_clusters) {
+        const int row_tile = work.tile(index).row / 64;
+        for (int unit = 0; unit < work.num_units; ++unit) {
             mbarrier_wait(shared.weight_empty + 8 * ring.slot, ring.phase ^ 1);
             const uint32_t full = shared.weight_full + 8 * ring.slot;
             mbarrier_arrive_expect(full, kCopyBytes);
 #pragma unroll
             for (int i = 0; i < kRowTiles; ++i) {  // tiles beyond n repeat the last one: never stored
                 const int64_t from =
-                    int64_t(min(row_tile + i, last_row_tile)) * work.units_of_k + run.first_unit + unit;
+                    int64_t(min(row_tile + i, last_row_tile)) * work.units_of_k + work.first_unit + unit;
                 copy_bulk(shared.weight + ring.slot * kSlotBytes + i * kTileBytes, weight + from * kTileBytes,
                           kTileBytes, full);
             }
@@ -181,19 +159,21 @@ __device__ void copy_weights(const LinearTmaParams &p, const Work &work, const S
 __device__ void copy_x(const LinearTmaParams &p, const Work &work, const Shared &shared) {
     constexpr int kRows = TOKENS / MULTICAST;
     Ring<kXStages> ring;
-    for (Run run = work.first_run(); run.num_units > 0; run = work.next(run)) {
-        const int token = work.tile(run.tile).token;
-        for (int step = 0; step < run.num_units * kUnitSteps; ++step) {  // columns beyond k arrive as zeros
+    for (int index = work.cluster; index < work.num_tiles; index += work.num_clusters) {
+        const int token = work.tile(index).token;
+        for (int step = 0; step < work.num_steps; ++step) {
             const uint32_t full = shared.x_full + 8 * ring.slot;
-            const int column = (run.first_unit * kUnitSteps + step) * kStep;
+            const int column = (work.first_unit * kUnitSteps + step) * kStep;
             uint32_t to = shared.x + ring.slot * kBoxBytes;
-            // MULTICAST: empty in all CTAs of the cluster; the barrier counts the bytes of all their copies
-            mbarrier_wait(shared.x_empty + 8 * ring.slot, ring.phase ^ 1);
-            mbarrier_arrive_expect(full, kBoxBytes);
             if constexpr (MULTICAST > 1) {
-                to += work.row_rank * kRows * kStep * 2;
-                copy_box_multicast(to, &p.x, column, token + work.row_rank * kRows, full, (1 << MULTICAST) - 1);
+                // empty in all CTAs of the cluster; the barrier counts the bytes of all their copies
+                mbarrier_wait(shared.x_empty + 8 * ring.slot, ring.phase ^ 1);
+                mbarrier_arrive_expect(full, kBoxBytes);
+                to += work.rank * kRows * kStep * 2;
+                copy_box_multicast(to, &p.x, column, token + work.rank * kRows, full, (1 << MULTICAST) - 1);
             } else {
+                mbarrier_wait(shared.x_empty + 8 * ring.slot, ring.phase ^ 1);
+                mbarrier_arrive_expect(full, kBoxBytes);
                 copy_box(to, &p.x, column, token, full);
             }
             ring.advance();
@@ -239,8 +219,8 @@ struct Consumer {
 
     // d = the CTA's part of weight . x^T, both from shared memory. A step's wgmmas run while the next one's
     // are issued; then the step before has finished and its memory is freed.
-    __device__ __forceinline__ void multiply_dense(Accumulators &d, int num_units) {
-        for (int step = 0; step < num_units * kUnitSteps; ++step) {
+    __device__ __forceinline__ void multiply_dense(Accumulators &d) {
+        for (int step = 0; step < work.num_steps; ++step) {
             mbarrier_wait(shared.weight_full + 8 * weight.slot, weight.phase);
             mbarrier_wait(shared.x_full + 8 * x.slot, x.phase);
             const uint64_t a = swizzled_descriptor(weight_tiles());
@@ -270,7 +250,7 @@ struct Consumer {
     // The same with dequantized fragments in registers. The wgmmas of a fragment are a group, of which three
     // run while the next fragment is dequantized: into the registers of the fourth, which has finished. So the
     // x of a step is free when the next step's last fragment is ready.
-    __device__ __forceinline__ void multiply_quantized(Accumulators &d, int num_units) {
+    __device__ __forceinline__ void multiply_quantized(Accumulators &d) {
 #pragma unroll
         for (int block = 0; block < kBlocks; ++block) {
 #pragma unroll
@@ -278,7 +258,7 @@ struct Consumer {
         }
         uint32_t a[4][kBlocks][4];
         int slot_before = 0;  // of the x of the step before
-        for (int unit = 0; unit < num_units; ++unit) {
+        for (int unit = 0; unit < work.num_units; ++unit) {  // of whole steps: blocks of columns don't end in one
             mbarrier_wait(shared.weight_full + 8 * weight.slot, weight.phase);
             const uint8_t *tile = tiles + weight.slot * kSlotBytes;
 #pragma unroll
@@ -421,78 +401,72 @@ struct Consumer {
     __device__ __forceinline__ int token_groups(const Tile &tile) const {
         return min(TOKENS, work.live - tile.token + 7) / 8;
     }
-    // Where the sums of this cluster's first tile, or of its last if another one, lie in scratch memory.
-    __device__ __forceinline__ float4 *partial(int cluster, bool is_last) const {
-        const int64_t index = (int64_t(cluster) * MULTICAST + work.row_rank) * 2 + is_last;
-        return reinterpret_cast<float4 *>(p.partials + index * kPieces * kPieceFloats);
+    __device__ __forceinline__ int own_panels() const {
+        return (kPanels - work.rank + SPLIT_K - 1) / SPLIT_K;
     }
-    __device__ __forceinline__ int32_t *counter(int tile) const {
-        return p.counters + tile * MULTICAST + work.row_rank;
-    }
-    // Leaves the sums of a part of a tile for those who share it.
-    __device__ __forceinline__ void leave(const Run &run, const Accumulators &d) const {
-        const bool is_last = run.tile * work.units_of_k > work.first_unit_of(work.cluster);
-        const int groups = token_groups(work.tile(run.tile));
-        float4 *to = partial(work.cluster, is_last) + threadIdx.x % 128;
+    // Every panel of the partial sum to its owner, where the rings were: all CTAs have read theirs.
+    __device__ __forceinline__ void send(const Tile &tile, const Accumulators &d) const {
+        const int groups = token_groups(tile);
 #pragma unroll
         for (int block = 0; block < kBlocks; ++block) {
+            const int panel = (warpgroup * kBlocks + block) * 4 + warp, owner = panel % SPLIT_K;
+            const int row = (work.rank * kOwnPanels + panel / SPLIT_K) * 16 + lane / 4;
+            const uint32_t to = cluster_address(shared.x + (row * kSumPitch + lane % 4 * 2) * 4, owner);
+            const uint32_t barrier = cluster_address(shared.received, owner);
 #pragma unroll
             for (int j = 0; j < TOKENS / 8; ++j) {
                 if (j >= groups) break;
-                const float *v = d[block] + 4 * j;
-                __stcg(to + ((warpgroup * kBlocks + block) * (TOKENS / 8) + j) * 128,
-                       make_float4(v[0], v[1], v[2], v[3]));
+                store_async(to + j * 32, d[block][4 * j], d[block][4 * j + 1], barrier);
+                store_async(to + 8 * kSumPitch * 4 + j * 32, d[block][4 * j + 2], d[block][4 * j + 3],
+                            barrier);
             }
         }
-        named_barrier(kAllConsumers, kConsumers);
-        if (threadIdx.x == 0) {
-            __threadfence();
-            atomicAdd(counter(run.tile), 1);
-        }
     }
-    // y = the sum over the parts of a tile in their order + bias, for this CTA's share of the pieces.
-    __device__ __forceinline__ void add_up(int index) const {
-        const Tile tile = work.tile(index);
-        const int first = work.cluster_of(index * work.units_of_k);
-        const int count = work.cluster_of((index + 1) * work.units_of_k - 1) - first + 1;  // of parts
-        const bool first_is_last = index * work.units_of_k > work.first_unit_of(first);
-        if (threadIdx.x == 0) {
-            int arrived = 0;
-            do {
-                asm volatile("ld.acquire.gpu.global.s32 %0, [%1];"
-                             : "=r"(arrived)
-                             : "l"(__cvta_generic_to_global(counter(index)))
-                             : "memory");
-            } while (arrived < count);
-        }
-        named_barrier(kAllConsumers, kConsumers);
-        // the second arrival of all: it is zero again for the next launch
-        if (threadIdx.x == 0 && atomicAdd(counter(index), 1) == 2 * count - 1) *counter(index) = 0;
-        const int groups = token_groups(tile), pieces = kRowTiles * groups;
-        for (int i = work.cluster - first + count * warpgroup; i < pieces; i += 2 * count) {
-            const int row_tile = i / groups, j = i - row_tile * groups;
-            const int at = (row_tile * (TOKENS / 8) + j) * 128 + threadIdx.x % 128;
-            float4 sum = __ldcg(partial(first, first_is_last) + at);
-#pragma unroll 4
-            for (int part = 1; part < count; ++part) {
-                const float4 more = __ldcg(partial(first + part, false) + at);
-                sum.x += more.x;
-                sum.y += more.y;
-                sum.z += more.z;
-                sum.w += more.w;
+    // y = sum over the cluster, in the order of the ranks, + bias, for this CTA's panels.
+    __device__ __forceinline__ void write_sums(const Tile &tile) const {
+        const bool aligned = is_aligned();
+        mbarrier_wait(shared.received, 0);
+        for (int i = threadIdx.x; i < own_panels() * 2 * TOKENS; i += kConsumers) {  // 8 rows of a token
+            const int token = i % TOKENS, half = i / TOKENS;
+            const int row = tile.row + (half / 2 * SPLIT_K + work.rank) * 16 + half % 2 * 8;
+            if (tile.token + token >= work.live || row >= p.n) continue;
+            float sum[8] = {};
+#pragma unroll
+            for (int rank = 0; rank < SPLIT_K; ++rank) {
+                const int from = (rank * kOwnPanels + half / 2) * 16 + half % 2 * 8;
+#pragma unroll
+                for (int e = 0; e < 8; ++e) {
+                    const uint32_t address = shared.x + ((from + e) * kSumPitch + token) * 4;
+                    sum[e] += load_float(address);
+                }
             }
-            const int row = tile.row + row_tile * 64 + 16 * warp + lane / 4;
-            const int token = tile.token + 8 * j + lane % 4 * 2;
-            const float2 bias = bias_of(row);
-            store_one(token, row, sum.x + bias.x);
-            store_one(token + 1, row, sum.y + bias.x);
-            store_one(token, row + 8, sum.z + bias.y);
-            store_one(token + 1, row + 8, sum.w + bias.y);
+            if (p.bias != nullptr) {
+#pragma unroll
+                for (int e = 0; e < 8; ++e) {
+                    if (row + e < p.n) sum[e] += p.bias[row + e];
+                }
+            }
+            if constexpr (OUT_F32) {
+                store(tile.token + token, row,
+                      {__float_as_uint(sum[0]), __float_as_uint(sum[1]), __float_as_uint(sum[2]),
+                       __float_as_uint(sum[3])},
+                      aligned);
+                store(tile.token + token, row + 4,
+                      {__float_as_uint(sum[4]), __float_as_uint(sum[5]), __float_as_uint(sum[6]),
+                       __float_as_uint(sum[7])},
+                      aligned);
+            } else {
+                store(
+                    tile.token + token, row,
+                    {pair(sum[0], sum[1]), pair(sum[2], sum[3]), pair(sum[4], sum[5]), pair(sum[6], sum[7])},
+                    aligned);
+            }
         }
     }
-    __device__ __forceinline__ void store_one(int token, int row, float value) const {
-        if (token < work.live && row < p.n)
-            static_cast<bf16 *>(p.y)[token * p.y_stride + row] = __float2bfloat16_rn(value);
+    static __device__ __forceinline__ float load_float(uint32_t from) {
+        float value;
+        asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(from) : "memory");
+        return value;
     }
 };
 
@@ -513,6 +487,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, PER_SM)
             mbarrier_init(shared.weight_full + 8 * i, 1);
             mbarrier_init(shared.weight_empty + 8 * i, kConsumerWarps);
         }
+        mbarrier_init(shared.received, 1);
         mbarrier_init_fence();
     }
     __syncwarp();
@@ -529,31 +504,38 @@ extern "C" __global__ void __launch_bounds__(kThreads, PER_SM)
         wait_for_inputs();
         if (threadIdx.x == kConsumers + 32) copy_x(p, work, shared);
         __syncwarp();
+        if constexpr (SPLIT_K > 1) cluster_barrier_relaxed();
     } else {
         if constexpr (PER_SM == 1) grow_registers<232>();
         Consumer consumer(p, work, shared);
         wait_for_inputs();
-        int first_shared = -1, last_shared = -1;  // tiles of its first and last run, if others have parts of them
-        for (Run run = work.first_run(); run.num_units > 0; run = work.next(run)) {
+        for (int index = work.cluster; index < work.num_tiles; index += work.num_clusters) {
             Consumer::Accumulators d;
             if constexpr (kDense) {
-                consumer.multiply_dense(d, run.num_units);
+                consumer.multiply_dense(d);
             } else {
-                consumer.multiply_quantized(d, run.num_units);
+                consumer.multiply_quantized(d);
             }
-            if (SHARED_K && run.num_units < work.units_of_k) {
-                consumer.leave(run, d);
-                (first_shared < 0 ? first_shared : last_shared) = run.tile;
+            if constexpr (SPLIT_K > 1) {  // one tile per cluster
+                const Tile tile = work.tile(index);
+                if (threadIdx.x == 0) {
+                    mbarrier_arrive_expect(shared.received, SPLIT_K * consumer.own_panels() *
+                                                                consumer.token_groups(tile) * 16 * 8 * 4);
+                }
+                __syncwarp();
+                cluster_barrier_relaxed();  // all CTAs run, and their rings are free
+                consumer.send(tile, d);
+                consumer.write_sums(tile);
             } else {
-                consumer.write(work.tile(run.tile), d);
+                consumer.write(work.tile(index), d);
             }
         }
-        if constexpr (SHARED_K) {
-            if (first_shared >= 0) consumer.add_up(first_shared);
-            if (last_shared >= 0) consumer.add_up(last_shared);
+        if constexpr (SPLIT_K > 1) {
+            // the barrier that the producers count on
+            if (work.cluster >= work.num_tiles) cluster_barrier_relaxed();
         }
     }
-    // No CTA ends while another may still arrive at its barriers.
+    // No CTA ends while another may still arrive at its barriers. (One that waits for sums can't end early.)
     if constexpr (MULTICAST > 1) cluster_barrier_relaxed();
 }
 

@@ -105,10 +105,7 @@ def measure(scheme: str, n: int, k: int, tokens: int, most: int, num_sms: int) -
     header = torch.full((HEADER_WORDS,), tokens, dtype=torch.int32, device="cuda")
     best = float("inf")
     for index, spec in enumerate(candidates(scheme, sizes, most)):
-        fields: dict[str, object] = {"x_stride": k} if spec.source == "linear_few.cu" else {}
-        if any(p.binding == "scratch.ptr" for p in spec.parameters):
-            fields["scratch.ptr"] = torch.empty(spec.scratch_bytes(sizes), dtype=torch.uint8, device="cuda")
-            fields["counters.ptr"] = torch.zeros(spec.counters_bytes(sizes), dtype=torch.uint8, device="cuda")
+        fields = {"x_stride": k} if spec.source == "linear_few.cu" else {}
         blocks = [
             pack_params(spec, {
                 "x": xs[i], "weight": packed[i], "bias": None, "y": ys[i], "y_stride": n, "header": header,

@@ -26,7 +26,7 @@ QUANTIZED = [
     f"{scheme}.{tiling}"
     for scheme in PACKED_SCHEMES
     if scheme != "bf16"
-    for tiling in ("128x256.m2.f32", "256x128", "128x32.k", "256x64.k")
+    for tiling in ("128x256.m2.f32", "256x128", "128x32.s2", "256x64.s4")
 ]
 # live tokens, capacity, n, k: tails of every tile size, single rows, several tiles per CTA's share
 SHAPES = (
@@ -170,8 +170,8 @@ def test_odd_numbers_of_groups_match_the_reference(name: str) -> None:
 
 
 STRUCTURES = (
-    "bf16.128x256.m2", "bf16.256x128", "bf16.256x128.k", "bf16.128x16.k", "bf16.128x64", "q4_1.256x128",
-    "q4_k.256x64.k", "q4_1.128x32.k", "int4_g128.256x64.k", "bf16.128x64.m2.k", "int4_g128.128x32.m2.k",
+    "bf16.128x256.m2", "bf16.256x128", "bf16.256x128.s4", "bf16.128x16.s3", "bf16.128x64", "q4_1.256x128",
+    "q4_k.256x64.s4", "q4_1.128x32.s3", "int4_g128.256x64.s6", "bf16.128x64.m4", "int4_g128.256x32.s5",
 )  # fmt: skip
 
 
@@ -230,7 +230,7 @@ def test_many_tiles_per_cta_are_exact(live: int, n: int, k: int) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["bf16.128x256.m2", "bf16.256x128.k"])
+@pytest.mark.parametrize("name", ["bf16.128x256.m2", "bf16.256x128.s4"])
 @pytest.mark.parametrize(("live", "n", "k"), [(66000, 32776, 256), (200, 40000, 57344)])
 def test_more_than_2_31_elements(name: str, live: int, n: int, k: int) -> None:
     generator = torch.Generator("cuda").manual_seed(3)
