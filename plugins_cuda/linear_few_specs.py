@@ -8,7 +8,7 @@ from castiron.plugins_cuda.kernel_spec import CudaKernelSpec, Grid, Sizes
 from castiron.plugins_cuda.layouts import PACKED_SCHEMES, TILE_ROWS, packed_bytes, tile_bytes, unit_columns
 
 TOKENS = (8, 16)  # capacities a kernel is compiled for
-SPLITS = (1, 2, 4, 8)  # CTAs of a cluster that share k
+SPLITS = (1, 2, 3, 4, 8)  # CTAs of a cluster that share k
 _SM_BYTES = 230_000  # of shared memory that a CTA may have; half of it lets two run on a multiprocessor
 _MOST_WARPS, _FEWEST_WARPS = 8, 3
 _MOST_SLOTS = 4
@@ -20,7 +20,7 @@ _WAVE_US = 0.5  # to start another CTA of a cluster
 _MEMORY_BYTES_PER_US = 4.3e6
 _L2_BYTES_PER_US = 6.0e6
 _CTA_BYTES_PER_US = 0.04e6
-_CTAS_AT_ONCE = {1: 264, 2: 264, 4: 240, 8: 224}  # by split: a cluster lies in one GPC
+_CTAS_AT_ONCE = {1: 264, 2: 264, 3: 252, 4: 240, 8: 224}  # by split: a cluster lies in one GPC
 _TILE_US = {8: 0.09, 16: 0.14}  # of 64 x 64 quantized weights on a multiprocessor, by tokens
 _CTA_TILE_US = {8: 0.13, 16: 0.2}
 _EMBEDDING_THREADS = 128
@@ -46,7 +46,7 @@ class Tiling:
     @property
     def received_bytes(self) -> int:
         """Sums from the CTAs of the cluster."""
-        return 4 * TILE_ROWS * self.tokens
+        return 18 * 16 * self.tokens  # kReceivedBytes
 
     @property
     def _ring_bytes(self) -> int:

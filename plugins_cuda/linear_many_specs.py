@@ -25,6 +25,7 @@ _CLUSTERS_AT_ONCE = {
     3: 0.96,
     4: 0.91,
     5: 0.84,
+    6: 0.84,
     8: 0.85,
 }  # a cluster lies in one GPC: some SMs idle
 _START_MICROSECONDS = {1: 1.5, 2: 2.0}
@@ -69,11 +70,10 @@ _TILINGS = (
     Tiling(256, 128, split_k=4),
     Tiling(256, 128, split_k=5),
     Tiling(256, 128, split_k=8),
-    Tiling(256, 64),
-    Tiling(256, 64, split_k=2),
-    Tiling(256, 64, split_k=4),
-    Tiling(256, 64, split_k=8),
+    Tiling(256, 128, split_k=6),
+    *(Tiling(256, tokens, split_k=split) for tokens in (32, 64) for split in (1, 2, 4, 5, 6, 8)),
     *(Tiling(128, tokens, split_k=split, per_sm=2) for tokens in (16, 32, 64) for split in (1, 2, 3, 4)),
+    *(Tiling(128, tokens, multicast=4, per_sm=2) for tokens in (32, 64)),
 )
 # dequantizing takes too many registers for two of these on a multiprocessor
 _DENSE_TILINGS = tuple(Tiling(128, 128, split_k=split, per_sm=2) for split in (2, 3, 4))

@@ -102,7 +102,7 @@ def plan_tuning(
         case.num_distinct = pool.reserve(case.launches[0])
     parameters = pool.parameters()
     weights = layout_weights(parameters)
-    emitter = PlanEmitter()
+    emitter = PlanEmitter(chooser.has_programmatic_edges)
     arena_bytes = counters_bytes = staging_bytes = num_pruned = 0
     described = []
     for number, case in enumerate(cases):

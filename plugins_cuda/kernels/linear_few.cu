@@ -26,8 +26,8 @@ constexpr int kPanels = 4;  // of 16 rows
 constexpr int kXPitch = kUnit * 2;  // bytes of a token; 16-byte chunk c of its row lies at c ^ (token & 7)
 constexpr int kSlotBytes = kTileBytes + kTokens * kXPitch;
 constexpr int kRingBytes = kSlots * kSlotBytes;  // of a warp
-constexpr int kReceivedBytes =
-    kTokens * kTileRows * 4;  // [CTA that sends][token][own rows], whatever the split
+// [CTA that sends][token][own quads of rows] for every split up to 8: at most 18 quads, of 3 CTAs
+constexpr int kReceivedBytes = kTokens * 18 * 16;
 constexpr int kCtasPerSm = SHARED_BYTES <= 115000 ? 2 : 1;
 constexpr int kPartialPitch = kTileRows + 4;  // floats; a fragment's stores hit 32 banks
 static_assert(kTokens * kPartialPitch * 4 <= kRingBytes, "a warp's sums take its ring's place");
@@ -223,12 +223,14 @@ __device__ __forceinline__ void write_sum(const LinearParams &p, int token, int6
     }
 }
 
+// Quads of 4 rows that a CTA owns of the 16 of a tile: quad q belongs to CTA q % split.
+__device__ __forceinline__ int own_quads() { return (16 - int(blockIdx.x) + int(gridDim.x) - 1) / int(gridDim.x); }
+
 // y = the sum of the cluster's CTAs and their warps, whose partial sums lie where their rings were, as
-// [token][kPartialPitch]. The split of the rows: CTA r of the cluster owns 64 / split rows from r * 64 /
-// split.
+// [token][kPartialPitch].
 __device__ __forceinline__ void reduce_and_write(const LinearParams &p, const uint8_t *rings,
                                                  uint8_t *received, uint32_t barrier, int live) {
-    const int split = gridDim.x, rank = blockIdx.x, quads = 16 / split;  // of 4 rows that a CTA owns
+    const int split = gridDim.x, rank = blockIdx.x, pitch = (16 + split - 1) / split;  // quads
     const int64_t first_row = int64_t(blockIdx.y) * kTileRows;
     for (int item = threadIdx.x; item < live * 16; item += kThreads) {
         const int token = item / 16, quad = item % 16;
@@ -245,25 +247,26 @@ __device__ __forceinline__ void reduce_and_write(const LinearParams &p, const ui
         if (split == 1) {
             write_sum(p, token, first_row + quad * 4, sum);
         } else {
-            const int owner = quad / quads;
-            const uint8_t *to = received + ((rank * kTokens + token) * quads + quad % quads) * 16;
+            const int owner = quad % split;
+            const uint8_t *to = received + ((rank * kTokens + token) * pitch + quad / split) * 16;
             store_async(cluster_address(shared_address(to), owner), sum, cluster_address(barrier, owner));
         }
     }
     if (split == 1) return;
     mbarrier_wait(barrier, 0);
-    for (int item = threadIdx.x; item < live * quads; item += kThreads) {
-        const int token = item / quads, quad = item % quads;
+    const int own = own_quads();
+    for (int item = threadIdx.x; item < live * own; item += kThreads) {
+        const int token = item / own, quad = item % own;
         float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
         for (int cta = 0; cta < split; ++cta) {
             const float4 part =
-                *reinterpret_cast<const float4 *>(received + ((cta * kTokens + token) * quads + quad) * 16);
+                *reinterpret_cast<const float4 *>(received + ((cta * kTokens + token) * pitch + quad) * 16);
             sum.x += part.x;
             sum.y += part.y;
             sum.z += part.z;
             sum.w += part.w;
         }
-        write_sum(p, token, first_row + (rank * quads + quad) * 4, sum);
+        write_sum(p, token, first_row + (quad * split + rank) * 4, sum);
     }
 }
 
@@ -300,7 +303,7 @@ extern "C" __global__ void __launch_bounds__(castiron::kThreads, castiron::kCtas
                       weights + int64_t(first + i * kWarps) * kTileBytes, kTileBytes, barriers + 8 * i);
         }
         if (warp == 0 && gridDim.x > 1)
-            mbarrier_arrive_expect(shared_address(&received), live * kTileRows * 4);
+            mbarrier_arrive_expect(shared_address(&received), live * own_quads() * int(gridDim.x) * 16);
     }
     __syncwarp();
     if (gridDim.x > 1) cluster_arrive_relaxed();

@@ -6,14 +6,14 @@
 //   warpgroups 0, 1: 64 * kBlocks rows each, f32 accumulators in registers
 //   after them: a warp copies weight tiles (contiguous in m64) into a ring, another boxes of x into its own
 // Two rings, so that weights are prefetched while the previous kernel still runs, x after it.
-//   MULTICAST = 2: two CTAs of a cluster share the tokens, each fetches half of x for both
+//   MULTICAST = m: m CTAs of a cluster share the tokens, each fetches a part of x for all
 //   SPLIT_K = s: s CTAs of a cluster share a tile, each has a part of k. Every CTA sends its sums of 16 rows
 //                to the CTA that owns them, into its shared memory
 //   PER_SM = 2: small tiles, with registers and shared memory for two CTAs on a multiprocessor: the next
 //               kernel's weights are on their way before this kernel ends
 // Structure: the warp-specialised persistent kernels of CUTLASS 3 (NVIDIA, "Efficient GEMM in CUDA").
 //
-// Defines: SCHEME (weight_tile.cuh), ROWS (128, 256), TOKENS (16, 32, 64, 128, 256), MULTICAST (1, 2),
+// Defines: SCHEME (weight_tile.cuh), ROWS (128, 256), TOKENS (16, 32, 64, 128, 256), MULTICAST (1, 2, 4),
 // SPLIT_K (1 to 8, only where MULTICAST is 1), PER_SM (1, 2), OUT_F32 (0, 1).
 #include "abi.cuh"
 #include "mbarrier.cuh"
@@ -46,8 +46,9 @@ constexpr int least(int a, int b) { return a < b ? a : b; }
 constexpr int kStagedTokens = least(TOKENS, (OUT_F32 ? 32 : 64) / PER_SM);
 constexpr int kStagedBytes = SPLIT_K > 1 ? 0 : kStagedTokens * kStagedPitch;
 constexpr int kRingBytes = kSharedBytes - 1024 - 512 - 2 * kStagedBytes;  // less alignment and barriers
-constexpr int kXStages = least(
-    8, least((kRingBytes - 2 * kSlotBytes) / kBoxBytes, kRingBytes / (kBoxBytes + kSlotBytes / kUnitSteps)));
+constexpr int kXStages =  // whole units
+    least(8, least((kRingBytes - 2 * kSlotBytes) / kBoxBytes, kRingBytes / (kBoxBytes + kSlotBytes / kUnitSteps))) /
+    kUnitSteps * kUnitSteps;
 constexpr int kWeightStages = least(8, (kRingBytes - kXStages * kBoxBytes) / kSlotBytes);
 // Sums that a CTA receives: [CTA that sends][panel of 16 rows][row][kSumPitch], panel p from all CTAs goes to
 // CTA p % SPLIT_K. Floats of a row; 4 rows of 8 bytes a lane fall into different banks.
@@ -82,8 +83,9 @@ struct Ring {  // position of a reader or writer
     int slot = 0;
     uint32_t phase = 0;
 
-    __device__ __forceinline__ void advance() {
-        if (++slot == kStages) {
+    __device__ __forceinline__ void advance(int steps = 1) {
+        slot += steps;
+        if (slot == kStages) {
             slot = 0;
             phase ^= 1;
         }
@@ -190,9 +192,14 @@ struct Consumer {
     const int lane = threadIdx.x % 32;
     Ring<kXStages> x;
     Ring<kWeightStages> weight;
+    const uint8_t *tiles;  // of the warpgroup, in slot 0
+    uint64_t x_boxes;      // descriptor of slot 0
 
     __device__ Consumer(const LinearTmaParams &p, const Work &work, const Shared &shared)
-        : p(p), work(work), shared(shared) {}
+        : p(p), work(work), shared(shared) {
+        tiles = static_cast<const uint8_t *>(__cvta_shared_to_generic(weight_tiles()));
+        x_boxes = swizzled_descriptor(shared.x);
+    }
 
     __device__ __forceinline__ void release_x(int slot) const {
         const uint32_t barrier = shared.x_empty + 8 * slot;
@@ -240,37 +247,53 @@ struct Consumer {
         release_weight(weight.slot == 0 ? kWeightStages - 1 : weight.slot - 1);
     }
 
-    // The same with dequantized fragments. ptxas serialises wgmmas whose registers are written while others
-    // are in flight, so a warpgroup waits for its own before it dequantizes: the other one's keep the tensor
-    // cores busy.
+    // The same with dequantized fragments in registers. The wgmmas of a fragment are a group, of which three
+    // run while the next fragment is dequantized: into the registers of the fourth, which has finished. So the
+    // x of a step is free when the next step's last fragment is ready.
     __device__ __forceinline__ void multiply_quantized(Accumulators &d) {
-        uint32_t a[kBlocks][4][4];
-        for (int step = 0; step < work.num_steps; ++step) {
-            const int part = step % kUnitSteps;
-            if (part == 0) mbarrier_wait(shared.weight_full + 8 * weight.slot, weight.phase);
-            const uint8_t *tile = static_cast<const uint8_t *>(__cvta_shared_to_generic(weight_tiles()));
 #pragma unroll
-            for (int block = 0; block < kBlocks; ++block)
-                load_fragments(tile + block * kTileBytes, warp, part, lane, a[block]);
-            mbarrier_wait(shared.x_full + 8 * x.slot, x.phase);
-            const uint64_t b = swizzled_descriptor(shared.x + x.slot * kBoxBytes);
-            wgmma_fence();
+        for (int block = 0; block < kBlocks; ++block) {
 #pragma unroll
-            for (int s = 0; s < 4; ++s) {
+            for (int i = 0; i < TOKENS / 2; ++i) d[block][i] = 0.0f;
+        }
+        uint32_t a[4][kBlocks][4];
+        int slot_before = 0;  // of the x of the step before
+        for (int unit = 0; unit < work.num_units; ++unit) {  // of whole steps: blocks of columns don't end in one
+            mbarrier_wait(shared.weight_full + 8 * weight.slot, weight.phase);
+            const uint8_t *tile = tiles + weight.slot * kSlotBytes;
+#pragma unroll
+            for (int part = 0; part < kUnitSteps; ++part) {
+                Part loaded[kBlocks];
 #pragma unroll
                 for (int block = 0; block < kBlocks; ++block)
-                    Wgmma<TOKENS>::registers(d[block], a[block][s], b + 2 * s, step > 0 || s > 0);
+                    loaded[block] = load_part(tile + block * kTileBytes, warp, part, lane);
+                if (part == kUnitSteps - 1) {
+                    __syncwarp();
+                    release_weight(weight.slot);
+                    weight.advance();
+                }
+                const uint64_t b = x_boxes + (x.slot + part) * (kBoxBytes / 16);
+                const uint32_t x_full = shared.x_full + 8 * (x.slot + part);
+#pragma unroll
+                for (int s = 0; s < 4; ++s) {
+                    wgmma_wait<3>();
+                    if (s == 3 && (part > 0 || unit > 0)) release_x(slot_before);
+#pragma unroll
+                    for (int block = 0; block < kBlocks; ++block)
+                        dequantize_fragment(loaded[block], s, a[s][block]);
+                    if (s == 0) mbarrier_wait(x_full, x.phase);
+                    wgmma_fence();
+#pragma unroll
+                    for (int block = 0; block < kBlocks; ++block)
+                        Wgmma<TOKENS>::registers(d[block], a[s][block], b + 2 * s, 1);
+                    wgmma_commit();
+                }
+                slot_before = x.slot + part;
             }
-            wgmma_commit();
-            if (part == kUnitSteps - 1 || step == work.num_steps - 1) {
-                __syncwarp();
-                release_weight(weight.slot);
-                weight.advance();
-            }
-            wgmma_wait<0>();
-            release_x(x.slot);
-            x.advance();
+            x.advance(kUnitSteps);
         }
+        wgmma_wait<0>();
+        release_x(slot_before);
     }
 
     // Bias of the two rows that a lane holds of a block.

@@ -242,12 +242,52 @@ __device__ __forceinline__ uint32_t dequantize_pair(uint32_t codes, float2 scale
                            fmaf(scale.x, __uint_as_float(codes & 0xFFFF0000u), offset));
 }
 
+// What a lane holds of 64 columns of a panel before it dequantizes them.
+struct Part {
+    CodeWords words;
+    uint32_t scales[kPartGroups][2], zeros[kPartGroups][2];  // int4: pairs of equal bf16; [group][row g, g + 8]
+    float2 values[kIsInt4 ? 1 : kPartGroups][2];             // others: as group_scale gives them
+};
+
+// All lanes of the warp call it.
+__device__ __forceinline__ Part load_part(const uint8_t *tile, int panel, int part, int lane) {
+    Part result;
+    result.words = load_code_words(tile, panel, part, lane);
+    if constexpr (kIsInt4) {
+        const int row = panel * 16 + lane / 4;
+#pragma unroll
+        for (int i = 0; i < 2 * kPartGroups; ++i) {
+            const int at = (part * 64 / kGroup + i / 2) * 64 + row + i % 2 * 8;
+            result.scales[i / 2][i % 2] = reinterpret_cast<const uint16_t *>(tile)[at] * 0x10001u;
+            const uint32_t zero_point = kHasZeroPoints ? tile[kUnit / kGroup * 128 + at] : kZeroPoint;
+            result.zeros[i / 2][i % 2] = (0x4300u | zero_point) * 0x10001u;
+        }
+    } else {
+        load_scales(tile, panel, part, lane, result.values);
+    }
+    return result;
+}
+
+// The fragment of step 0..3 of a part.
+__device__ __forceinline__ void dequantize_fragment(const Part &part, int step, uint32_t a[4]) {
+    const int group = step * 16 / kPartGroup;
+    unpack_codes(part.words, step, a);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        if constexpr (kIsInt4) {  // codes less zero points, and scales, are exact in bf16: rounded once
+            a[i] = multiply_bf16x2(subtract_bf16x2(a[i], part.zeros[group][i % 2]), part.scales[group][i % 2]);
+        } else {
+            a[i] = dequantize_pair(a[i], part.values[group][i % 2]);
+        }
+    }
+}
+
 // The 4 fragments of 64 columns (part of the tile), cheaper than 4 single ones. All lanes of the warp call
 // it.
 __device__ __forceinline__ void load_fragments(const uint8_t *tile, int panel, int part, int lane,
                                                uint32_t a[4][4]) {
-    const int row = panel * 16 + lane / 4;
     if constexpr (kScheme == SCHEME_BF16) {
+        const int row = panel * 16 + lane / 4;
         const uint8_t *rows = tile + row * 128 + lane % 4 * 4;
 #pragma unroll
         for (int step = 0; step < 4; ++step) {
@@ -257,39 +297,10 @@ __device__ __forceinline__ void load_fragments(const uint8_t *tile, int panel, i
                 a[step][i] = *reinterpret_cast<const uint32_t *>(rows + i % 2 * 1024 + chunk * 16);
             }
         }
-    } else if constexpr (kIsInt4) {
-        // Codes less zero points are exact in bf16, and so are scales: a product is rounded once.
-        const CodeWords words = load_code_words(tile, panel, part, lane);
-        uint32_t scales[kPartGroups][2], zeros[kPartGroups][2];  // pairs of equal values
-#pragma unroll
-        for (int i = 0; i < 2 * kPartGroups; ++i) {
-            const int at = (part * 64 / kGroup + i / 2) * 64 + row + i % 2 * 8;
-            scales[i / 2][i % 2] = reinterpret_cast<const uint16_t *>(tile)[at] * 0x10001u;
-            const uint32_t zero_point = kHasZeroPoints ? tile[kUnit / kGroup * 128 + at] : kZeroPoint;
-            zeros[i / 2][i % 2] = (0x4300u | zero_point) * 0x10001u;
-        }
-#pragma unroll
-        for (int step = 0; step < 4; ++step) {
-            unpack_codes(words, step, a[step]);
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const int group = step * 16 / kPartGroup;
-                a[step][i] =
-                    multiply_bf16x2(subtract_bf16x2(a[step][i], zeros[group][i % 2]), scales[group][i % 2]);
-            }
-        }
     } else {
-        const CodeWords words = load_code_words(tile, panel, part, lane);
-        float2 scales[kPartGroups][2];
-        load_scales(tile, panel, part, lane, scales);
+        const Part loaded = load_part(tile, panel, part, lane);
 #pragma unroll
-        for (int step = 0; step < 4; ++step) {
-            unpack_codes(words, step, a[step]);
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                a[step][i] = dequantize_pair(a[step][i], scales[step * 16 / kPartGroup][i % 2]);
-            }
-        }
+        for (int step = 0; step < 4; ++step) dequantize_fragment(loaded, step, a[step]);
     }
 }
 

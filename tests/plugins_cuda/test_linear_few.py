@@ -14,7 +14,7 @@ from castiron.models.schemes import SCHEMES
 from castiron.plugins_cuda.compile import compile_cubin
 from castiron.plugins_cuda.kernel_spec import CudaKernelSpec
 from castiron.plugins_cuda.layouts import PACKED_SCHEMES, pack, packed_bytes
-from castiron.plugins_cuda.linear_few_specs import SPECS, TOKENS, Tiling
+from castiron.plugins_cuda.linear_few_specs import SPECS, SPLITS, TOKENS, Tiling
 
 pytest.importorskip("cuda.bindings")
 from cuda_kernel_caller import NUM_LOGITS, NUM_TOKENS, TARGET, call, poisoned
@@ -113,7 +113,7 @@ def tiling_of(spec: CudaKernelSpec) -> Tiling:
     return Tiling(spec.scheme, int(dict(spec.defines)["TOKENS"]))
 
 
-@pytest.mark.parametrize("split", [1, 2, 4, 8])
+@pytest.mark.parametrize("split", SPLITS)
 @pytest.mark.parametrize("tokens", TOKENS)
 @pytest.mark.parametrize("scheme", PACKED_SCHEMES)
 def test_ragged_shapes_match_the_reference(scheme: str, tokens: int, split: int) -> None:

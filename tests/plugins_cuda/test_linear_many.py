@@ -28,7 +28,7 @@ QUANTIZED = [
     f"{scheme}.{tiling}"
     for scheme in PACKED_SCHEMES
     if scheme != "bf16"
-    for tiling in ("128x256.m2.f32", "256x128", "128x32.s2")
+    for tiling in ("128x256.m2.f32", "256x128", "128x32.s2", "256x64.s4")
 ]
 QUANTIZED += [
     name for name, spec in BY_NAME.items() if name.startswith("mma.") and spec.scheme != "bf16"
@@ -181,8 +181,8 @@ def test_odd_numbers_of_groups_match_the_reference(name: str) -> None:
 
 STRUCTURES = (
     "bf16.128x256.m2", "bf16.256x128", "bf16.256x128.s4", "bf16.128x16.s3", "bf16.128x64", "q4_1.256x128",
-    "q4_k.256x64.s4", "q4_1.128x32.s3", "int4_g128.256x64.s4", "mma.bf16.64x16", "mma.bf16.128x128",
-    "mma.q4_1.64x64", "mma.q6_k.128x128", "mma.int4_g128.128x64",
+    "q4_k.256x64.s4", "q4_1.128x32.s3", "int4_g128.256x64.s6", "bf16.128x64.m4", "int4_g128.256x32.s5",
+    "mma.bf16.64x16", "mma.bf16.128x128", "mma.q4_1.64x64", "mma.q6_k.128x128", "mma.int4_g128.128x64",
 )  # fmt: skip
 
 
