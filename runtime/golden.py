@@ -22,7 +22,8 @@ TOP_IDS = 8  # of each row, whose log probabilities are compared under reduced p
 MAX_MEAN_DIFFERENCE = 0.05
 MAX_P99_DIFFERENCE = 0.5
 # Activations rounded to float8 take a step of 1/8 where a bfloat16 rounding before it carries them over the middle of
-# two values: two right engines of a tiny random model are 0.2 and 0.8 apart, those of unrelated logits 2 and more.
+# two values: two right engines of a tiny random model of 3 to 32 layers are 0.2 to 0.4 apart (99th percentile 0.7 to
+# 1.2), unrelated logits 5.
 MAX_MEAN_DIFFERENCE_FP8 = 0.5
 MAX_P99_DIFFERENCE_FP8 = 2.0
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from float_quantized import write_float_quantized
 from peak_memory import peak_kib, reset_peak
 from tiny_checkpoints import save_tiny_checkpoint
 from tiny_gguf import write_tiny_gguf
@@ -128,6 +129,17 @@ def test_damaged_gguf_files_are_errors_or_read_consistently(tiny_gguf_file: Path
 
 def test_damaged_safetensors_are_errors_or_read_consistently(tiny_folder: Path, tmp_path: Path) -> None:
     fuzz_safetensors(tiny_folder, tmp_path, range(SHORT))
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_damaged_float8_checkpoints_are_errors_or_read_consistently(
+    tiny_folder: Path, tmp_path: Path, static: bool
+) -> None:
+    folder, _ = write_float_quantized(tiny_folder, tmp_path / "float8", static=static)
+    (tmp_path / "tensors").mkdir()
+    (tmp_path / "config").mkdir()
+    fuzz_safetensors(folder, tmp_path / "tensors", range(30))
+    fuzz_json(folder, tmp_path / "config", "config.json", range(15))
 
 
 @pytest.mark.parametrize(
