@@ -89,6 +89,6 @@ def _fits(scheme: str, k: int) -> bool:
 
 def _check_kernels(scheme: str, what: str, target: Target) -> None:
     kinds = SCHEMES[scheme].kinds
-    if target.kind not in kinds:
+    if target.kind not in kinds and target.name not in kinds:
         names = " or ".join(target_names(kinds))
         raise InputError(f"{what} has no kernels on {target.name}: use --quantize none, or --target {names}")

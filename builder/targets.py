@@ -105,8 +105,8 @@ def resolve_target(name: str) -> Target:
 
 
 def target_names(kinds: Collection[str]) -> list[str]:
-    """Names of the targets of these kinds of hardware."""
-    return [name for name, values in _defaults().items() if values["kind"] in kinds]
+    """Names of the targets of these kinds of hardware, or so named."""
+    return [name for name, values in _defaults().items() if name in kinds or values["kind"] in kinds]
 
 
 def _defaults() -> dict[str, Any]:

@@ -31,7 +31,11 @@ class Scheme:
     ggml_type: int | None = None
     has_zero_points: bool = False  # one per group, stored
     row_header_bytes: int = 0  # before a row's first block: its scale
-    kinds: tuple[str, ...] = ("cpu", "cuda")  # of hardware with kernels that read it
+    kinds: tuple[str, ...] = ("cpu", "cuda")  # of hardware with kernels that read it, or single targets
+
+    def is_read_on(self, kind: str) -> bool:
+        """Whether some target of the kind has kernels that read it."""
+        return kind in self.kinds or (kind == "cuda" and any(name.startswith("sm_") for name in self.kinds))
 
     @property
     def is_quantized(self) -> bool:
@@ -66,7 +70,7 @@ _ALL = (
     *_int4(32),
     *_int4(64),
     *_int4(128),
-    Scheme("fp8", 8, 1, 1, scale_dtype="f32", kinds=("cuda",), row_header_bytes=4),
+    Scheme("fp8", 8, 1, 1, scale_dtype="f32", kinds=("sm_90",), row_header_bytes=4),
 )
 
 SCHEMES: dict[str, Scheme] = {scheme.name: scheme for scheme in _ALL}
@@ -87,4 +91,4 @@ def row_bytes(scheme: str, k: int) -> int:
 
 def schemes_for(kind: str, quantized: bool | None = None) -> tuple[str, ...]:
     """Names of the schemes, all or only the quantized or dense ones, that kernels on `kind` ("cpu", "cuda") read."""
-    return tuple(s.name for s in _ALL if kind in s.kinds and quantized in (None, s.is_quantized))
+    return tuple(s.name for s in _ALL if s.is_read_on(kind) and quantized in (None, s.is_quantized))

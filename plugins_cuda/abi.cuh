@@ -54,20 +54,21 @@ struct AddParams {  // y = a + b: residual additions that no norm follows
     int64_t a_stride, b_stride, y_stride;
     int32_t count, dim;
 };
-struct LinearParams {    // y = x . weight^T (+ bias)
-    const bf16 *x;       // [rows, k]
-    const void *weight;  // packed [n, k]
-    const float *bias;   // [n] or null
-    void *y;             // [rows, n], bf16 or f32 (the kernel's name says)
+struct LinearParams {      // y = x . weight^T (+ bias); linear_fp8: y = x . weight^T * x_scale (+ bias)
+    const void *x;         // [rows, k], bf16 or e4m3
+    const void *weight;    // packed [n, k]
+    const float *bias;     // [n] or null
+    const float *x_scale;  // [rows]; linear_fp8 alone
+    void *y;               // [rows, n], bf16 or f32 (the kernel's name says)
     const int32_t *header;
     int64_t x_stride, y_stride;
     int32_t count, n, k, pad;
 };
-struct LinearTmaParams {  // the same, x through a tensor map: dims {k, capacity}, box {64, rows of a tile},
-                          // 128B swizzle
+struct LinearTmaParams {  // the same, x through a tensor map: dims {k, capacity}, box {128 bytes, rows of a
+                          // tile}, 128B swizzle
     TensorMap x;
     const void *weight;
-    const float *bias;
+    const float *bias, *x_scale;
     void *y;
     const int32_t *header;
     int64_t y_stride;

@@ -63,7 +63,7 @@ def _split_stages(head_dim: int, mixed: bool) -> int:
     """Stages of a warp's ring in split-KV attention."""
     if head_dim <= 64:
         return 4 if mixed else 6
-    return 4 if head_dim == 128 and not mixed else 2
+    return 3 if head_dim == 128 and not mixed else 2
 
 
 def _tile_stages(head_dim: int, wgmma: bool) -> int:

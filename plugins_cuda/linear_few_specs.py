@@ -5,7 +5,15 @@ from dataclasses import dataclass
 
 from castiron.models.kernel_spec import parameters
 from castiron.plugins_cuda.kernel_spec import CudaKernelSpec, Grid, Sizes
-from castiron.plugins_cuda.layouts import PACKED_SCHEMES, TILE_ROWS, packed_bytes, tile_bytes, unit_columns
+from castiron.plugins_cuda.layouts import (
+    ALL_SCHEMES,
+    PACKED_SCHEMES,
+    TILE_ROWS,
+    packed_bytes,
+    tile_bytes,
+    unit_columns,
+)
+from castiron.plugins_cuda.linear_inputs import linear_inputs
 
 TOKENS = (8, 16)  # capacities a kernel is compiled for
 SPLITS = (1, 2, 3, 4, 8)  # CTAs of a cluster that share k
@@ -23,6 +31,7 @@ _CTA_BYTES_PER_US = 0.04e6
 _CTAS_AT_ONCE = {1: 264, 2: 264, 3: 252, 4: 240, 8: 224}  # by split: a cluster lies in one GPC
 _TILE_US = {8: 0.09, 16: 0.14}  # of 64 x 64 quantized weights on a multiprocessor, by tokens
 _CTA_TILE_US = {8: 0.13, 16: 0.2}
+_DENSE = ("bf16", "fp8")  # whose tiles are read as they are
 _EMBEDDING_THREADS = 128
 _EMBEDDING_COLUMNS = 4 * _EMBEDDING_THREADS
 
@@ -41,7 +50,12 @@ class Tiling:
 
     @property
     def slot_bytes(self) -> int:
-        return tile_bytes(self.scheme) + self.tokens * 2 * self.columns
+        return tile_bytes(self.scheme) + self.tokens * self.x_bytes * self.columns
+
+    @property
+    def x_bytes(self) -> int:
+        """Of an element of x."""
+        return linear_inputs(self.scheme).x_bytes
 
     @property
     def received_bytes(self) -> int:
@@ -58,7 +72,7 @@ class Tiling:
     @property
     def warps(self) -> int:
         most = _MOST_WARPS if self.tokens == 8 else _MOST_WARPS - 2  # for more registers
-        if self.scheme == "bf16":  # tiles of 8 KB: more of them in flight matter more than more warps
+        if self.scheme in _DENSE:  # tiles of 8 KB: more of them in flight matter more than more warps
             most = _MOST_WARPS // 2
         return min(most, self._ring_bytes // (2 * self.slot_bytes))
 
@@ -76,12 +90,16 @@ def _num_row_blocks(tiling: Tiling, sizes: Sizes) -> int:
     return -(-sizes["n"] // TILE_ROWS)
 
 
+def _k_multiple(tiling: Tiling) -> int:
+    return 32 // (3 - tiling.x_bytes)  # 16 bytes of fp8, 64 of bf16
+
+
 def _why_not(tiling: Tiling, split: int) -> Callable[[Sizes], str]:
     def why_not(sizes: Sizes) -> str:
         if sizes["rows"] > tiling.tokens:
             return f"holds {tiling.tokens} tokens, not {sizes['rows']}"
-        if sizes["k"] % 32:
-            return f"takes k in multiples of 32, not {sizes['k']}"
+        if sizes["k"] % (multiple := _k_multiple(tiling)):
+            return f"takes k in multiples of {multiple}, not {sizes['k']}"
         if -(-sizes["k"] // tiling.columns) < split:
             return f"splits k into {split} parts of {tiling.columns} or more, not {sizes['k']}"
         return ""
@@ -94,13 +112,13 @@ def _cost(tiling: Tiling, split: int) -> Callable[[Sizes], float]:
         row_blocks = _num_row_blocks(tiling, sizes)
         units = row_blocks * -(-sizes["k"] // tiling.columns)
         weight_bytes = units * tile_bytes(tiling.scheme)
-        x_bytes = units * tiling.columns * 2 * min(tiling.tokens, sizes["rows"])
+        x_bytes = units * tiling.columns * tiling.x_bytes * min(tiling.tokens, sizes["rows"])
         ctas = row_blocks * split
         time = max(
             weight_bytes / min(_MEMORY_BYTES_PER_US, ctas * _CTA_BYTES_PER_US),
             (weight_bytes + x_bytes) / _L2_BYTES_PER_US,
         )
-        if tiling.scheme != "bf16":
+        if tiling.scheme not in _DENSE:
             tiles = units * tiling.columns / 64
             rate = min(sizes["num_sms"] / _TILE_US[tiling.tokens], ctas / _CTA_TILE_US[tiling.tokens])
             time = max(time, tiles / rate)
@@ -114,6 +132,7 @@ def _cost(tiling: Tiling, split: int) -> Callable[[Sizes], float]:
 
 def _linear(scheme: str, tokens: int, dtype: str, split: int) -> CudaKernelSpec:
     tiling = Tiling(scheme, tokens)
+    inputs = linear_inputs(scheme)
     defines = {
         "SCHEME": f"SCHEME_{scheme.upper()}",
         "TOKENS": tokens,
@@ -130,21 +149,20 @@ def _linear(scheme: str, tokens: int, dtype: str, split: int) -> CudaKernelSpec:
         name=f"linear_few.{scheme}.{tokens}"
         + (f".s{split}" if split > 1 else "")
         + (".f32" if dtype == "f32" else ""),
-        op="linear",
+        op=inputs.op,
         parameters=parameters(
-            "x:p:in0.ptr weight:p:in1.ptr bias:p:in2.ptr? y:p:out0.ptr header:p:header.ptr "
-            "x_stride:l:in0.stride0 y_stride:l:out0.stride0 count:i:in0.count n:i:in1.dim0 k:i:in1.dim1 pad:i:zero"
+            inputs.parameters("p:in0.ptr", "x_stride:l:in0.stride0 y_stride:l:out0.stride0")
         ),
         params_struct="LinearParams",
         architecture="sm_90",  # bulk copies, clusters
         scheme=scheme,
-        weight_input=1,
-        k_multiple=32,
+        weight_input=inputs.weight_input,
+        k_multiple=_k_multiple(tiling),
         source="linear_few.cu",
         entry="linear_few",
         threads=32 * tiling.warps,
         grid=grid,
-        operands={"in0": "bf16", "in2": "f32", "out0": dtype},
+        operands={**inputs.operands, "out0": dtype},
         defines=tuple((name, str(value)) for name, value in defines.items()),
         cluster=(split, 1, 1),
         shared_bytes=lambda _: tiling.shared_bytes,
@@ -186,7 +204,7 @@ def _embedding(scheme: str) -> CudaKernelSpec:
 SPECS: tuple[CudaKernelSpec, ...] = (
     *(
         _linear(scheme, tokens, dtype, split)
-        for scheme in PACKED_SCHEMES
+        for scheme in ALL_SCHEMES
         for tokens in TOKENS
         for dtype in ("bf16", "f32")
         for split in SPLITS

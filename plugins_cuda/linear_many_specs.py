@@ -5,11 +5,13 @@ from dataclasses import dataclass
 
 from castiron.models.kernel_spec import parameters
 from castiron.plugins_cuda.kernel_spec import CudaKernelSpec, Grid, Sizes
-from castiron.plugins_cuda.layouts import PACKED_SCHEMES, TILE_ROWS, tile_bytes, unit_columns
+from castiron.plugins_cuda.layouts import ALL_SCHEMES, TILE_ROWS, tile_bytes, unit_columns
+from castiron.plugins_cuda.linear_inputs import linear_inputs
 
 SHARED_BYTES = {1: 232448, 2: 115712}  # kSharedBytes of the kernel, by CTAs on a multiprocessor
 _THREADS = {1: 384, 2: 320}  # two warpgroups that multiply, and warps that copy
-_STEP = 64  # k of a box of x
+_BOX_BYTES = 128  # of a row of a box of x
+_DENSE = ("bf16", "fp8")  # whose tiles are multiplied as they are
 _GROUP_TOKENS = 2048  # over which the weight is read once
 
 # Fitted to times on an H200 of bf16 weights (tests/plugins_cuda/test_linear_costs.py holds what they must decide).
@@ -34,10 +36,12 @@ _SPLIT_MICROSECONDS = {1: 6.0, 2: 1.0}
 _SPLIT_ELEMENTS_PER_MICROSECOND = {1: 9_500, 2: 16_000}  # of a tile
 # two CTAs on a multiprocessor whose tiles are split take this much longer than the terms below say, by tokens
 _SPLIT_SLOWDOWN = {16: 1.2, 32: 1.2, 64: 1.55, 128: 1.55}
-# To dequantize and multiply 64 x 64 int4 weights: a CTA that has its multiprocessor alone, and one of two by tokens;
-# other quantized weights take longer.
-_TILE_MICROSECONDS = 0.22
-_TILE_MICROSECONDS_OF_TWO = {16: 0.22, 32: 0.26, 64: 0.32, 128: 0.45}
+# To dequantize and multiply 64 x 64 int4 weights, by CTAs that fit on a multiprocessor, and tokens; other
+# quantized weights take longer.
+_TILE_MICROSECONDS = {
+    1: {32: 0.1, 64: 0.122, 128: 0.174, 256: 0.33},
+    2: {16: 0.2, 32: 0.225, 64: 0.27, 128: 0.45},
+}
 _OTHER_TILES = 1.5
 
 
@@ -106,9 +110,11 @@ def _grid(tiling: Tiling) -> Callable[[Sizes], Grid]:
 
 
 def _why_not(scheme: str, tiling: Tiling) -> Callable[[Sizes], str]:
+    multiple = 16 // linear_inputs(scheme).x_bytes
+
     def why_not(sizes: Sizes) -> str:
-        if sizes["k"] % 8:
-            return f"copies rows of x by a multiple of 8 elements, not {sizes['k']}"
+        if sizes["k"] % multiple:
+            return f"copies rows of x by a multiple of {multiple} elements, not {sizes['k']}"
         if -(-sizes["k"] // unit_columns(scheme)) < tiling.split_k:
             return f"splits k into {tiling.split_k} parts of {unit_columns(scheme)} or more, not {sizes['k']}"
         return ""
@@ -119,6 +125,7 @@ def _why_not(scheme: str, tiling: Tiling) -> Callable[[Sizes], str]:
 def _cost(scheme: str, tiling: Tiling) -> Callable[[Sizes], float]:
     weight_bytes_per_k = tile_bytes(scheme) / (TILE_ROWS * unit_columns(scheme))  # of a row
     per_sm = tiling.per_sm
+    x_bytes = linear_inputs(scheme).x_bytes
 
     def cost(sizes: Sizes) -> float:
         num_sms, n, k = sizes["num_sms"], sizes["n"], sizes["k"]
@@ -128,11 +135,10 @@ def _cost(scheme: str, tiling: Tiling) -> Callable[[Sizes], float]:
         num_ctas = num_tiles * tiling.cluster  # in all waves
         ctas_of_sm = min(per_sm, -(-num_ctas // num_sms))  # at once
         part_k = -(-k // tiling.split_k)
-        rate = _FLOPS_PER_MICROSECOND * _EFFICIENCY[tiling.tokens] / num_sms
+        rate = _FLOPS_PER_MICROSECOND * _EFFICIENCY[tiling.tokens] / num_sms * (2 // x_bytes)
         flops = waves * ctas_of_sm * 2 * tiling.rows * tiling.tokens * part_k / rate
-        copied = part_k * (
-            tiling.rows * weight_bytes_per_k + 2 * tiling.tokens / tiling.multicast
-        )  # of a CTA
+        x_copied = x_bytes * tiling.tokens / tiling.multicast
+        copied = part_k * (tiling.rows * weight_bytes_per_k + x_copied)  # of a CTA
         copies = waves * ctas_of_sm * copied / _SM_BYTES_PER_MICROSECOND
         passes = -(-sizes["rows"] // _GROUP_TOKENS)
         weight_bytes = -(-n // TILE_ROWS) * TILE_ROWS * k * weight_bytes_per_k * passes
@@ -142,8 +148,8 @@ def _cost(scheme: str, tiling: Tiling) -> Callable[[Sizes], float]:
         )
         through_l2 = num_ctas * copied / _L2_BYTES_PER_MICROSECOND if per_sm > 1 else 0.0
         dequantizing = 0.0
-        if scheme != "bf16":
-            tile_time = _TILE_MICROSECONDS_OF_TWO[tiling.tokens] if per_sm > 1 else _TILE_MICROSECONDS
+        if scheme not in _DENSE:
+            tile_time = _TILE_MICROSECONDS[per_sm][tiling.tokens]
             tile_time *= 1.0 if scheme.startswith("int4") else _OTHER_TILES
             dequantizing = waves * tiling.rows / TILE_ROWS * part_k / 64 * tile_time
         split = 0.0
@@ -151,7 +157,7 @@ def _cost(scheme: str, tiling: Tiling) -> Callable[[Sizes], float]:
             elements = tiling.rows * tiling.tokens
             split = waves * (_SPLIT_MICROSECONDS[per_sm] + elements / _SPLIT_ELEMENTS_PER_MICROSECOND[per_sm])
         time = _START_MICROSECONDS[per_sm] + split + max(flops, copies, memory, through_l2, dequantizing)
-        if tiling.split_k > 1 and per_sm > 1 and scheme == "bf16":
+        if tiling.split_k > 1 and per_sm > 1 and scheme in _DENSE:
             time *= _SPLIT_SLOWDOWN[tiling.tokens]
         return time
 
@@ -168,26 +174,24 @@ def _spec(scheme: str, tiling: Tiling, dtype: str) -> CudaKernelSpec:
         "PER_SM": tiling.per_sm,
         "OUT_F32": int(dtype == "f32"),
     }
+    inputs = linear_inputs(scheme)
     return CudaKernelSpec(
         name=f"linear_many.{scheme}.{tiling.name}" + (".f32" if dtype == "f32" else ""),
-        op="linear",
-        parameters=parameters(
-            "x:t:in0.map weight:p:in1.ptr bias:p:in2.ptr? y:p:out0.ptr header:p:header.ptr "
-            "y_stride:l:out0.stride0 count:i:in0.count n:i:in1.dim0 k:i:in1.dim1 pad:i:zero"
-        ),
+        op=inputs.op,
+        parameters=parameters(inputs.parameters("t:in0.map", "y_stride:l:out0.stride0")),
         params_struct="LinearTmaParams",
         architecture="sm_90a",  # warpgroup multiplies
         scheme=scheme,
-        weight_input=1,
+        weight_input=inputs.weight_input,
         source="linear_many.cu",
         entry="linear_many",
         threads=_THREADS[tiling.per_sm],
         grid=_grid(tiling),
-        operands={"in0": "bf16", "in2": "f32", "out0": dtype},
+        operands={**inputs.operands, "out0": dtype},
         defines=tuple((name, str(value)) for name, value in defines.items()),
         cluster=(tiling.cluster, 1, 1),
         shared_bytes=lambda _: SHARED_BYTES[tiling.per_sm],
-        boxes={"x": (_STEP, tiling.tokens // tiling.multicast)},
+        boxes={"x": (_BOX_BYTES // inputs.x_bytes, tiling.tokens // tiling.multicast)},
         why_not=_why_not(scheme, tiling),
         cost=_cost(scheme, tiling),
     )
@@ -195,9 +199,9 @@ def _spec(scheme: str, tiling: Tiling, dtype: str) -> CudaKernelSpec:
 
 SPECS: tuple[CudaKernelSpec, ...] = tuple(
     _spec(scheme, tiling, dtype)
-    for scheme in PACKED_SCHEMES
+    for scheme in ALL_SCHEMES
     for dtype, tilings in (
-        ("bf16", _TILINGS + (_DENSE_TILINGS if scheme == "bf16" else ())),
+        ("bf16", _TILINGS + (_DENSE_TILINGS if scheme in _DENSE else ())),
         ("f32", _F32_TILINGS),
     )
     for tiling in tilings

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from castiron.models.kernel_spec import parameters
 from castiron.plugins_cuda.kernel_spec import CudaKernelSpec, Grid, Sizes
 from castiron.plugins_cuda.layouts import PACKED_SCHEMES, TILE_ROWS, tile_bytes, unit_columns
+from castiron.plugins_cuda.linear_inputs import linear_inputs
 
 SHARED_BYTES = 101376  # of a block on the targets that have the least
 _STEP = 64  # columns of a stage
@@ -98,8 +99,7 @@ def _spec(scheme: str, tiling: Tiling, dtype: str) -> CudaKernelSpec:
         name=f"linear_mma.{scheme}.{tiling.name}" + (".f32" if dtype == "f32" else ""),
         op="linear",
         parameters=parameters(
-            "x:p:in0.ptr weight:p:in1.ptr bias:p:in2.ptr? y:p:out0.ptr header:p:header.ptr "
-            "x_stride:l:in0.stride0 y_stride:l:out0.stride0 count:i:in0.count n:i:in1.dim0 k:i:in1.dim1 pad:i:zero"
+            linear_inputs(scheme).parameters("p:in0.ptr", "x_stride:l:in0.stride0 y_stride:l:out0.stride0")
         ),
         params_struct="LinearParams",
         scheme=scheme,

@@ -12,7 +12,7 @@ from castiron.plugins_cuda.kernel_spec import CudaKernelSpec
 from castiron.runtime.plan_format import MemoryClass, RelocationKind, TensorMap
 from castiron.runtime.step_abi import HEADER_WORDS
 
-_MAP_ELEMENTS = {"bf16": "bf16"}  # dtype of a view -> element type of its tensor map
+_MAP_ELEMENTS = {"bf16": "bf16", "fp8": "u8"}  # dtype of a view -> element type of its tensor map
 Relocation = tuple[int, int, int, int, int, int, int, int]  # the fields of RELOCATION_DTYPE
 
 

@@ -20,10 +20,12 @@ constexpr int kTokenTiles = kTokens / 8;
 constexpr int kWarps = WARPS;
 constexpr int kThreads = 32 * kWarps;
 constexpr int kSlots = SLOTS;
-constexpr bool kIsBf16 = kScheme == SCHEME_BF16;
-constexpr int kPanels = 4;  // of 16 rows
+constexpr bool kDense = kScheme == SCHEME_BF16 || kIsFp8;
+constexpr int kXBytes = kIsFp8 ? 1 : 2;  // of an element of x
+constexpr int kPanels = 4;               // of 16 rows
 
-constexpr int kXPitch = kUnit * 2;  // bytes of a token; 16-byte chunk c of its row lies at c ^ (token & 7)
+constexpr int kXPitch =
+    kUnit * kXBytes;  // bytes of a token; 16-byte chunk c of its row lies at c ^ (token & 7)
 constexpr int kSlotBytes = kTileBytes + kTokens * kXPitch;
 constexpr int kRingBytes = kSlots * kSlotBytes;  // of a warp
 // [CTA that sends][token][own quads of rows] for every split up to 8: at most 18 quads, of 3 CTAs
@@ -40,23 +42,20 @@ using Accumulators = float[kPanels][kTokenTiles][4];
 // unread.
 __device__ __forceinline__ void copy_x(const LinearParams &p, int live, int tile, uint8_t *to,
                                        bool is_aligned) {
-    constexpr int kChunks = kUnit / 8;  // 16 bytes each
+    constexpr int kChunks = kXPitch / 16, kElements = 16 / kXBytes;  // of a chunk
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int i = 0; i < kTokens * kChunks / 32; ++i) {
         const int index = i * 32 + lane, token = index / kChunks, chunk = index % kChunks;
-        const int column = tile * kUnit + chunk * 8;
+        const int column = tile * kUnit + chunk * kElements;
         const bool is_live = token < live && column < p.k;
-        const bf16 *from = p.x + (is_live ? token * p.x_stride + column : 0);
+        const uint8_t *from =
+            static_cast<const uint8_t *>(p.x) + (is_live ? (token * p.x_stride + column) * kXBytes : 0);
         uint8_t *chunk_to = to + token * kXPitch + (chunk ^ (token & 7)) * 16;
         if (is_aligned) {
             copy_16_async(shared_address(chunk_to), from, is_live);
         } else {
-            uint16_t values[8] = {};
-            for (int j = 0; is_live && j < 8; ++j) values[j] = reinterpret_cast<const uint16_t *>(from)[j];
-            *reinterpret_cast<uint4 *>(chunk_to) =
-                make_uint4(values[0] | values[1] << 16, values[2] | values[3] << 16,
-                           values[4] | values[5] << 16, values[6] | values[7] << 16);
+            for (int j = 0; j < 16; ++j) chunk_to[j] = is_live ? from[j] : 0;
         }
     }
 }
@@ -83,7 +82,7 @@ __device__ __forceinline__ void load_x_pair(uint32_t x, int pair, int lane, uint
     }
 }
 
-// A tile of bf16: sums += W . x^T.
+// A tile of bf16, or of e4m3 with twice the columns in the same places: sums += W . x^T.
 __device__ __forceinline__ void multiply_dense(const uint8_t *tile, uint32_t x, int lane,
                                                Accumulators &sums) {
     const uint32_t rows = shared_address(tile) + lane % 16 * 128;
@@ -97,7 +96,13 @@ __device__ __forceinline__ void multiply_dense(const uint8_t *tile, uint32_t x, 
             uint32_t a[4];
             load_matrices(rows + panel * 2048 + chunk * 16, a);
 #pragma unroll
-            for (int t = 0; t < kTokenTiles; ++t) mma(sums[panel][t], a, b[step % 2][t], sums[panel][t]);
+            for (int t = 0; t < kTokenTiles; ++t) {
+                if constexpr (kIsFp8) {
+                    mma_e4m3(sums[panel][t], a, b[step % 2][t]);
+                } else {
+                    mma(sums[panel][t], a, b[step % 2][t], sums[panel][t]);
+                }
+            }
         }
     }
 }
@@ -207,12 +212,19 @@ __device__ __forceinline__ void multiply_codes(const uint8_t *tile, uint32_t x, 
     }
 }
 
-// y[token, n..n + 3] = sum + bias.
+// y[token, n..n + 3] = sum + bias; of codes: sum * their scales + bias.
 __device__ __forceinline__ void write_sum(const LinearParams &p, int token, int64_t n, float4 sum) {
     if (n >= p.n) return;
     float values[4] = {sum.x, sum.y, sum.z, sum.w};
     const int count = p.n - n < 4 ? int(p.n - n) : 4;
+    if constexpr (kIsFp8) {
+        const float *rows = row_scales(p.weight, p.n, p.k) + n;
+        const float x_scale = p.x_scale[token];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) values[i] *= rows[i] * x_scale;  // of whole tiles: n is a multiple of 4
+    }
     if (p.bias != nullptr) {
+#pragma unroll
         for (int i = 0; i < 4; ++i) values[i] += i < count ? p.bias[n + i] : 0.0f;
     }
     const int64_t at = token * p.y_stride + n;
@@ -224,7 +236,9 @@ __device__ __forceinline__ void write_sum(const LinearParams &p, int token, int6
 }
 
 // Quads of 4 rows that a CTA owns of the 16 of a tile: quad q belongs to CTA q % split.
-__device__ __forceinline__ int own_quads() { return (16 - int(blockIdx.x) + int(gridDim.x) - 1) / int(gridDim.x); }
+__device__ __forceinline__ int own_quads() {
+    return (16 - int(blockIdx.x) + int(gridDim.x) - 1) / int(gridDim.x);
+}
 
 // y = the sum of the cluster's CTAs and their warps, whose partial sums lie where their rings were, as
 // [token][kPartialPitch].
@@ -310,7 +324,7 @@ extern "C" __global__ void __launch_bounds__(castiron::kThreads, castiron::kCtas
     let_next_start();
     wait_for_inputs();
 
-    const bool is_aligned = ((reinterpret_cast<uint64_t>(p.x) | uint64_t(p.x_stride) * 2) & 15) == 0;
+    const bool is_aligned = ((reinterpret_cast<uint64_t>(p.x) | uint64_t(p.x_stride) * kXBytes) & 15) == 0;
 #pragma unroll 1
     for (int i = 0; i < kSlots; ++i) {
         if (first + i * kWarps < last) {
@@ -328,7 +342,7 @@ extern "C" __global__ void __launch_bounds__(castiron::kThreads, castiron::kCtas
         wait_async<kSlots - 1>();
         mbarrier_wait(barrier, phase);
         __syncwarp();  // all lanes' x is there
-        if constexpr (kIsBf16) {
+        if constexpr (kDense) {
             multiply_dense(tile_at, shared_address(x), lane, sums);
         } else {
             multiply_codes(tile_at, shared_address(x), lane, sums);

@@ -24,16 +24,17 @@
 namespace castiron {
 namespace {
 
-constexpr int kStep = 64;                       // k of a box of x
-constexpr int kUnitSteps = kUnit / kStep;       // boxes of x per weight tile
-constexpr bool kDense = SCHEME == SCHEME_BF16;  // A from shared memory
-constexpr int kRowTiles = ROWS / 64;            // m64 tiles
-constexpr int kBlocks = kRowTiles / 2;          // of a warpgroup
-constexpr int kConsumers = 256;                 // threads
+constexpr int kXBytes = kIsFp8 ? 1 : 2;                   // of an element of x
+constexpr int kStep = 128 / kXBytes;                      // k of a box of x
+constexpr int kUnitSteps = kUnit / kStep;                 // boxes of x per weight tile
+constexpr bool kDense = SCHEME == SCHEME_BF16 || kIsFp8;  // A from shared memory
+constexpr int kRowTiles = ROWS / 64;                      // m64 tiles
+constexpr int kBlocks = kRowTiles / 2;                    // of a warpgroup
+constexpr int kConsumers = 256;                           // threads
 constexpr int kConsumerWarps = kConsumers / 32;
 constexpr int kThreads = PER_SM == 1 ? 384 : 320;   // whole warpgroups where they trade registers
 constexpr int kGroupTiles = 2048 / TOKENS;          // token tiles that stay in L2 while the weight streams by
-constexpr int kBoxBytes = TOKENS * kStep * 2;       // x of a step
+constexpr int kBoxBytes = TOKENS * 128;             // x of a step
 constexpr int kCopyBytes = kRowTiles * kTileBytes;  // weight of a unit
 constexpr int kSlotBytes = (kCopyBytes + 1023) / 1024 * 1024;
 constexpr int kSharedBytes = PER_SM == 1 ? 232448 : 115712;  // what a CTA may have
@@ -46,8 +47,9 @@ constexpr int least(int a, int b) { return a < b ? a : b; }
 constexpr int kStagedTokens = least(TOKENS, (OUT_F32 ? 32 : 64) / PER_SM);
 constexpr int kStagedBytes = SPLIT_K > 1 ? 0 : kStagedTokens * kStagedPitch;
 constexpr int kRingBytes = kSharedBytes - 1024 - 512 - 2 * kStagedBytes;  // less alignment and barriers
-constexpr int kXStages =  // whole units
-    least(8, least((kRingBytes - 2 * kSlotBytes) / kBoxBytes, kRingBytes / (kBoxBytes + kSlotBytes / kUnitSteps))) /
+constexpr int kXStages =                                                  // whole units
+    least(8, least((kRingBytes - 2 * kSlotBytes) / kBoxBytes,
+                   kRingBytes / (kBoxBytes + kSlotBytes / kUnitSteps))) /
     kUnitSteps * kUnitSteps;
 constexpr int kWeightStages = least(8, (kRingBytes - kXStages * kBoxBytes) / kSlotBytes);
 // Sums that a CTA receives: [CTA that sends][panel of 16 rows][row][kSumPitch], panel p from all CTAs goes to
@@ -169,7 +171,7 @@ __device__ void copy_x(const LinearTmaParams &p, const Work &work, const Shared 
                 // empty in all CTAs of the cluster; the barrier counts the bytes of all their copies
                 mbarrier_wait(shared.x_empty + 8 * ring.slot, ring.phase ^ 1);
                 mbarrier_arrive_expect(full, kBoxBytes);
-                to += work.rank * kRows * kStep * 2;
+                to += work.rank * kRows * 128;
                 copy_box_multicast(to, &p.x, column, token + work.rank * kRows, full, (1 << MULTICAST) - 1);
             } else {
                 mbarrier_wait(shared.x_empty + 8 * ring.slot, ring.phase ^ 1);
@@ -227,11 +229,16 @@ struct Consumer {
             const uint64_t b = swizzled_descriptor(shared.x + x.slot * kBoxBytes);
             wgmma_fence();
 #pragma unroll
-            for (int s = 0; s < 4; ++s) {  // 16 k are 32 bytes: 2 in a descriptor
+            for (int s = 0; s < 4; ++s) {  // 32 bytes: 2 in a descriptor
 #pragma unroll
-                for (int block = 0; block < kBlocks; ++block)
-                    Wgmma<TOKENS>::shared(d[block], a + block * (kTileBytes / 16) + 2 * s, b + 2 * s,
-                                          step > 0 || s > 0);
+                for (int block = 0; block < kBlocks; ++block) {
+                    const uint64_t tile = a + block * (kTileBytes / 16) + 2 * s;
+                    if constexpr (kIsFp8) {
+                        Wgmma<TOKENS>::shared_e4m3(d[block], tile, b + 2 * s, step > 0 || s > 0);
+                    } else {
+                        Wgmma<TOKENS>::shared(d[block], tile, b + 2 * s, step > 0 || s > 0);
+                    }
+                }
             }
             wgmma_commit();
             wgmma_wait<1>();
@@ -248,8 +255,8 @@ struct Consumer {
     }
 
     // The same with dequantized fragments in registers. The wgmmas of a fragment are a group, of which three
-    // run while the next fragment is dequantized: into the registers of the fourth, which has finished. So the
-    // x of a step is free when the next step's last fragment is ready.
+    // run while the next fragment is dequantized: into the registers of the fourth, which has finished. So
+    // the x of a step is free when the next step's last fragment is ready.
     __device__ __forceinline__ void multiply_quantized(Accumulators &d) {
 #pragma unroll
         for (int block = 0; block < kBlocks; ++block) {
@@ -258,7 +265,8 @@ struct Consumer {
         }
         uint32_t a[4][kBlocks][4];
         int slot_before = 0;  // of the x of the step before
-        for (int unit = 0; unit < work.num_units; ++unit) {  // of whole steps: blocks of columns don't end in one
+        for (int unit = 0; unit < work.num_units;
+             ++unit) {  // of whole steps: blocks of columns don't end in one
             mbarrier_wait(shared.weight_full + 8 * weight.slot, weight.phase);
             const uint8_t *tile = tiles + weight.slot * kSlotBytes;
 #pragma unroll
@@ -296,6 +304,27 @@ struct Consumer {
         release_x(slot_before);
     }
 
+    // Sums of codes become values. Rows beyond n and tokens beyond the live ones are never stored.
+    __device__ __forceinline__ void scale(const Tile &tile, Accumulators &d) const {
+        const float *rows = row_scales(p.weight, p.n, p.k);
+        const int first_token = tile.token + lane % 4 * 2;
+#pragma unroll
+        for (int block = 0; block < kBlocks; ++block) {
+            const int row = tile.row + (warpgroup * kBlocks + block) * 64 + 16 * warp + lane / 4;
+            const float low = row < p.n ? rows[row] : 0.0f, high = row + 8 < p.n ? rows[row + 8] : 0.0f;
+#pragma unroll
+            for (int j = 0; j < TOKENS / 8; ++j) {
+                const int token = first_token + 8 * j;
+                const float a = token < work.live ? p.x_scale[token] : 0.0f;
+                const float b = token + 1 < work.live ? p.x_scale[token + 1] : 0.0f;
+                float *v = d[block] + 4 * j;
+                v[0] *= low * a;
+                v[1] *= low * b;
+                v[2] *= high * a;
+                v[3] *= high * b;
+            }
+        }
+    }
     // Bias of the two rows that a lane holds of a block.
     __device__ __forceinline__ float2 bias_of(int row) const {
         float2 bias = {0.f, 0.f};
@@ -513,6 +542,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, PER_SM)
             Consumer::Accumulators d;
             if constexpr (kDense) {
                 consumer.multiply_dense(d);
+                if constexpr (kIsFp8) consumer.scale(work.tile(index), d);
             } else {
                 consumer.multiply_quantized(d);
             }

@@ -75,7 +75,7 @@ __device__ __forceinline__ void copy_x(const LinearParams &p, const Work &work, 
         if (TOKENS * 8 % kThreads != 0 && row >= TOKENS) break;
         const int token = work.first_token + row, column = step * kStep + chunk * 8;
         const bool is_live = token < work.live && column < p.k;
-        const bf16 *from = p.x + (is_live ? token * p.x_stride + column : 0);
+        const bf16 *from = static_cast<const bf16 *>(p.x) + (is_live ? token * p.x_stride + column : 0);
         uint8_t *at = to + row * 128 + (chunk ^ (row & 7)) * 16;
         if (is_aligned) {
             cp_async_16(shared_address(at), from, is_live);

@@ -25,13 +25,16 @@
 #define SCHEME_INT4_G32Z 12
 #define SCHEME_INT4_G64Z 13
 #define SCHEME_INT4_G128Z 14
+#define SCHEME_FP8 15  // read as a whole: its tiles are images for matrix instructions
 
 namespace castiron {
 
 constexpr int kScheme = SCHEME;
 constexpr bool kIsKQuant = kScheme >= SCHEME_Q4_K && kScheme <= SCHEME_Q6_K;
-constexpr bool kIsInt4 = kScheme >= SCHEME_INT4_G32;          // bf16 scales
-constexpr bool kHasZeroPoints = kScheme >= SCHEME_INT4_G32Z;  // a group's; its minimum is -scale * zero point
+constexpr bool kIsFp8 = kScheme == SCHEME_FP8;
+constexpr bool kIsInt4 = kScheme >= SCHEME_INT4_G32 && !kIsFp8;  // bf16 scales
+// a group's; its minimum is -scale * zero point
+constexpr bool kHasZeroPoints = kScheme >= SCHEME_INT4_G32Z && !kIsFp8;
 constexpr bool kHasMinimum = kScheme == SCHEME_Q4_1 || kScheme == SCHEME_Q5_1 || kScheme == SCHEME_Q4_K ||
                              kScheme == SCHEME_Q5_K || kHasZeroPoints;
 constexpr int kTileRows = 64;
@@ -40,10 +43,10 @@ constexpr int kGroup = kScheme == SCHEME_Q6_K                                   
                        : kScheme == SCHEME_INT4_G64 || kScheme == SCHEME_INT4_G64Z   ? 64
                        : kScheme == SCHEME_INT4_G128 || kScheme == SCHEME_INT4_G128Z ? 128
                                                                                      : 32;
-constexpr int kUnit = kIsKQuant ? 256 : kGroup > 64 ? kGroup : 64;  // columns of a tile
-constexpr int kParts = kUnit / 64;                                  // runs of 64 columns, 4 steps each
-constexpr int kPartGroups = kGroup < 64 ? 64 / kGroup : 1;          // whose scales a run needs
-constexpr int kPartGroup = 64 / kPartGroups;                        // columns of it that share one
+constexpr int kUnit = kIsKQuant ? 256 : kIsFp8 ? 128 : kGroup > 64 ? kGroup : 64;  // columns of a tile
+constexpr int kParts = kUnit / 64;                          // runs of 64 columns, 4 steps each
+constexpr int kPartGroups = kGroup < 64 ? 64 / kGroup : 1;  // whose scales a run needs
+constexpr int kPartGroup = 64 / kPartGroups;                // columns of it that share one
 constexpr int kZeroPoint = kScheme == SCHEME_Q4_0 || (kIsInt4 && !kHasZeroPoints) ? 8
                            : kScheme == SCHEME_Q5_0                               ? 16
                            : kScheme == SCHEME_Q6_K                               ? 32
@@ -52,6 +55,7 @@ constexpr int kHighBits = kScheme == SCHEME_Q5_0 || kScheme == SCHEME_Q5_1 || kS
                           : kScheme == SCHEME_Q6_K                                                   ? 2
                                                                                                      : 0;
 constexpr int kHeaderBytes = kScheme == SCHEME_BF16   ? 0
+                             : kIsFp8                 ? 0
                              : kScheme == SCHEME_Q6_K ? 128 + 16 * 64
                              : kIsKQuant              ? 256 + 12 * 64
                              : kIsInt4                ? kUnit / kGroup * 64 * (kHasZeroPoints ? 3 : 2)
@@ -59,9 +63,17 @@ constexpr int kHeaderBytes = kScheme == SCHEME_BF16   ? 0
                                                                                 : 256;
 constexpr int kCodeBytes = kScheme == SCHEME_BF16   ? 8192
                            : kScheme == SCHEME_Q8_0 ? 4096
+                           : kIsFp8                 ? 4096
                                                     : 2048;  // of 64 columns
 constexpr int kHighOffset = kHeaderBytes + kParts * kCodeBytes;
 constexpr int kTileBytes = kHighOffset + kParts * kHighBits * 512;
+
+// The scales of an fp8 weight's rows, f32 [rows of whole tiles], behind its tiles of n rows and k columns.
+__device__ __forceinline__ const float *row_scales(const void *weight, int n, int k) {
+    const int64_t tiles = int64_t((n + kTileRows - 1) / kTileRows) * ((k + kUnit - 1) / kUnit);
+    return reinterpret_cast<const float *>(static_cast<const uint8_t *>(weight) + tiles * kTileBytes);
+}
+
 // A bf16 of exponent 7 counts in ones: 0x4300 | q is 128 + q for q < 128.
 constexpr int kCodeBias = kScheme == SCHEME_Q8_0 ? 0 : 128;
 
@@ -245,8 +257,9 @@ __device__ __forceinline__ uint32_t dequantize_pair(uint32_t codes, float2 scale
 // What a lane holds of 64 columns of a panel before it dequantizes them.
 struct Part {
     CodeWords words;
-    uint32_t scales[kPartGroups][2], zeros[kPartGroups][2];  // int4: pairs of equal bf16; [group][row g, g + 8]
-    float2 values[kIsInt4 ? 1 : kPartGroups][2];             // others: as group_scale gives them
+    uint32_t scales[kPartGroups][2],
+        zeros[kPartGroups][2];                    // int4: pairs of equal bf16; [group][row g, g + 8]
+    float2 values[kIsInt4 ? 1 : kPartGroups][2];  // others: as group_scale gives them
 };
 
 // All lanes of the warp call it.
@@ -275,7 +288,8 @@ __device__ __forceinline__ void dequantize_fragment(const Part &part, int step, 
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
         if constexpr (kIsInt4) {  // codes less zero points, and scales, are exact in bf16: rounded once
-            a[i] = multiply_bf16x2(subtract_bf16x2(a[i], part.zeros[group][i % 2]), part.scales[group][i % 2]);
+            a[i] =
+                multiply_bf16x2(subtract_bf16x2(a[i], part.zeros[group][i % 2]), part.scales[group][i % 2]);
         } else {
             a[i] = dequantize_pair(a[i], part.values[group][i % 2]);
         }

@@ -206,7 +206,10 @@ def _link(
 
 def _encode_tensor_map(tensor_map: TensorMap, address: int) -> np.ndarray:
     """The 128 bytes of a TMA descriptor, as uint64 [16]. Source: cuTensorMapEncodeTiled of the driver API."""
-    types = {"bf16": driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16}
+    types = {
+        "bf16": driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+        "u8": driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_UINT8,
+    }
     swizzles = {"128": driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B}
     if tensor_map.element_type not in types or tensor_map.swizzle not in swizzles:
         raise EngineFormatError(

@@ -128,11 +128,13 @@ def pack_params(spec: CudaKernelSpec, fields: dict[str, Any]) -> bytes:
 
 
 def tensor_map(matrix: torch.Tensor, box: tuple[int, int]) -> bytes:
-    """The encoded tensor map of a row-major bf16 matrix [rows, columns], 128-byte swizzle."""
+    """The encoded tensor map of a row-major matrix [rows, columns], bf16 or bytes, 128-byte swizzle."""
     rows, columns = matrix.shape
+    types = driver.CUtensorMapDataType
+    is_bf16 = matrix.dtype == torch.bfloat16
     encoded = check(
         driver.cuTensorMapEncodeTiled(
-            driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+            types.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 if is_bf16 else types.CU_TENSOR_MAP_DATA_TYPE_UINT8,
             2,
             matrix.data_ptr(),
             [driver.cuuint64_t(columns), driver.cuuint64_t(rows)],

@@ -2,10 +2,10 @@
 
 import pytest
 
-from castiron.plugins_cuda.layouts import PACKED_SCHEMES, TILE_ROWS
+from castiron.plugins_cuda.layouts import ALL_SCHEMES, PACKED_SCHEMES, TILE_ROWS
 from castiron.plugins_cuda.linear_few_specs import SPECS, SPLITS, TOKENS, Tiling
 
-LINEARS = [spec for spec in SPECS if spec.op == "linear"]
+LINEARS = [spec for spec in SPECS if spec.op in ("linear", "linear_fp8")]
 BY_NAME = {spec.name: spec for spec in SPECS}
 LLAMA_8B = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 4096))
 
@@ -15,7 +15,9 @@ def sizes(rows: int, n: int, k: int) -> dict[str, int]:
 
 
 def test_names_differ() -> None:
-    assert len(BY_NAME) == len(SPECS) == len(PACKED_SCHEMES) * (2 * len(TOKENS) * len(SPLITS) + 1)
+    assert (
+        len(BY_NAME) == len(SPECS) == 2 * len(ALL_SCHEMES) * len(TOKENS) * len(SPLITS) + len(PACKED_SCHEMES)
+    )
 
 
 @pytest.mark.parametrize("scheme", PACKED_SCHEMES)
