@@ -30,7 +30,7 @@ def build_sm_90(model: Path | str, output: Path, **options: Any) -> BuildResult:
         patch.setattr(
             build_module,
             "compile_for_cuda",
-            lambda _, planned, __: KernelFiles(
+            lambda _, planned, *__: KernelFiles(
                 "none", {cubin_member(spec): b"cubin" for spec in planned.kernel_specs.values()}
             ),
         )

@@ -70,7 +70,9 @@ def test_all_kernels_of_an_engine_compile_for_its_target(
 def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines hold empty kernels."""
 
-    def compile_none(target: Target, planned: PlannedEngine, keep_going: Callable[[], None]) -> KernelFiles:
+    def compile_none(
+        target: Target, planned: PlannedEngine, keep_going: Callable[[], None], with_fill_dummy: bool
+    ) -> KernelFiles:
         return KernelFiles("none", {kernel.member: b"\x7fELF" for kernel in planned.header.kernels})
 
     monkeypatch.setattr(build_module, "compile_for_cuda", compile_none)
