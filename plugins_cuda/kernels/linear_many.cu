@@ -254,9 +254,8 @@ struct Consumer {
         release_weight(weight.slot == 0 ? kWeightStages - 1 : weight.slot - 1);
     }
 
-    // The same with dequantized fragments in registers. The wgmmas of a fragment are a group, of which three
-    // run while the next fragment is dequantized: into the registers of the fourth, which has finished. So
-    // the x of a step is free when the next step's last fragment is ready.
+    // The same with dequantized fragments in registers. The wgmmas of two fragments are a group, which runs
+    // while the next two are dequantized. So the x of a step is free when half of the next step is under way.
     __device__ __forceinline__ void multiply_quantized(Accumulators &d) {
 #pragma unroll
         for (int block = 0; block < kBlocks; ++block) {
@@ -283,17 +282,23 @@ struct Consumer {
                 const uint64_t b = x_boxes + (x.slot + part) * (kBoxBytes / 16);
                 const uint32_t x_full = shared.x_full + 8 * (x.slot + part);
 #pragma unroll
-                for (int s = 0; s < 4; ++s) {
-                    wgmma_wait<3>();
-                    if (s == 3 && (part > 0 || unit > 0)) release_x(slot_before);
+                for (int s = 0; s < 4; s += 2) {
+                    wgmma_wait<1>();
+                    if (s == 2 && (part > 0 || unit > 0)) release_x(slot_before);
 #pragma unroll
-                    for (int block = 0; block < kBlocks; ++block)
-                        dequantize_fragment(loaded[block], s, a[s][block]);
+                    for (int i = s; i < s + 2; ++i) {
+#pragma unroll
+                        for (int block = 0; block < kBlocks; ++block)
+                            dequantize_fragment(loaded[block], i, a[i][block]);
+                    }
                     if (s == 0) mbarrier_wait(x_full, x.phase);
                     wgmma_fence();
 #pragma unroll
-                    for (int block = 0; block < kBlocks; ++block)
-                        Wgmma<TOKENS>::registers(d[block], a[s][block], b + 2 * s, 1);
+                    for (int i = s; i < s + 2; ++i) {
+#pragma unroll
+                        for (int block = 0; block < kBlocks; ++block)
+                            Wgmma<TOKENS>::registers(d[block], a[i][block], b + 2 * i, 1);
+                    }
                     wgmma_commit();
                 }
                 slot_before = x.slot + part;
