@@ -18,7 +18,7 @@ from castiron.runtime.errors import EXIT_USAGE, InputError
 from castiron.runtime.output_file import check_output_file, output_file
 
 if TYPE_CHECKING:  # imported by the command that needs them
-    from castiron.perf.cuda_timer import CudaTimer
+    from castiron.perf.launch_timer import CudaTimer
     from castiron.runtime.engine_file import EngineFile
     from castiron.runtime.tuning_format import TuningInfo
 
@@ -170,7 +170,7 @@ def _run_tune(args: argparse.Namespace, argv: list[str]) -> int:
 
 def open_timer(engine: "EngineFile", info: "TuningInfo") -> "CudaTimer":
     """The GPU's timer. Raises EngineTargetError where there is no GPU that can run the engine."""
-    from castiron.perf.cuda_timer import CudaTimer
+    from castiron.perf.launch_timer import CudaTimer
 
     return CudaTimer(engine, info)
 

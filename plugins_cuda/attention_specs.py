@@ -63,7 +63,7 @@ def _split_stages(head_dim: int, mixed: bool) -> int:
     """Stages of a warp's ring in split-KV attention."""
     if head_dim <= 64:
         return 4 if mixed else 6
-    return 3 if head_dim == 128 and not mixed else 2
+    return 2
 
 
 def _tile_stages(head_dim: int, wgmma: bool) -> int:
@@ -93,13 +93,22 @@ def _split_ctas(sizes: Sizes) -> int:
     return min(sizes["num_sms"], MOST_SPLIT_CTAS)
 
 
-def _scratch_bytes(sizes: Sizes) -> int:
+def _decode_per_sm(head_dim: int) -> int:
+    """CTAs of the decode kernel on a multiprocessor: one's waits (queries, merging warps) pass in another's work."""
+    return 2 if head_dim == 128 else 1
+
+
+def _decode_ctas(sizes: Sizes) -> int:
+    return min(sizes["num_sms"] * _decode_per_sm(sizes["head_dim"]), MOST_SPLIT_CTAS)
+
+
+def _scratch_bytes(ctas: Callable[[Sizes], int]) -> Callable[[Sizes], int]:
     """Two units' partial results of each CTA of the split: o [16, head_dim], (m, l) [16]."""
-    return _split_ctas(sizes) * 2 * (SPLIT_ROWS * sizes["head_dim"] + 2 * SPLIT_ROWS) * 4
+    return lambda sizes: ctas(sizes) * 2 * (SPLIT_ROWS * sizes["head_dim"] + 2 * SPLIT_ROWS) * 4
 
 
-def _counters_bytes(sizes: Sizes) -> int:
-    return _split_ctas(sizes) * 4
+def _counters_bytes(ctas: Callable[[Sizes], int]) -> Callable[[Sizes], int]:
+    return lambda sizes: ctas(sizes) * 4
 
 
 def _group(sizes: Sizes) -> int:
@@ -195,14 +204,18 @@ def _decode(head_dim: int) -> CudaKernelSpec:
         params_struct="PagedAttentionParams",
         source="paged_attention_decode.cu",
         entry="paged_attention_decode",
-        defines=(("HEAD_DIM", str(head_dim)), ("STAGES", str(_split_stages(head_dim, mixed=False)))),
+        defines=(
+            ("HEAD_DIM", str(head_dim)),
+            ("STAGES", str(_split_stages(head_dim, mixed=False))),
+            ("PER_SM", str(_decode_per_sm(head_dim))),
+        ),
         threads=32 * _warps(head_dim, mixed=False),
-        grid=lambda sizes: (_split_ctas(sizes), 1, 1),
+        grid=lambda sizes: (_decode_ctas(sizes), 1, 1),
         operands=_ATTENTION_OPERANDS,
         shared_bytes=lambda _: _split_shared_bytes(head_dim, mixed=False),
         static_shared_bytes=_STATIC_SHARED_BYTES,
-        scratch_bytes=_scratch_bytes,
-        counters_bytes=_counters_bytes,
+        scratch_bytes=_scratch_bytes(_decode_ctas),
+        counters_bytes=_counters_bytes(_decode_ctas),
         why_not=_attention_why_not(head_dim, MOST_DECODE_QUERY_LEN),
         cost=_decode_cost,
     )
@@ -232,8 +245,8 @@ def _mixed(head_dim: int, *, wgmma: bool) -> CudaKernelSpec:
         operands=_ATTENTION_OPERANDS,
         shared_bytes=lambda _: _mixed_shared_bytes(head_dim, wgmma),
         static_shared_bytes=_STATIC_SHARED_BYTES,
-        scratch_bytes=_scratch_bytes,
-        counters_bytes=_counters_bytes,
+        scratch_bytes=_scratch_bytes(_split_ctas),
+        counters_bytes=_counters_bytes(_split_ctas),
         why_not=_attention_why_not(head_dim, 0),
         cost=_mixed_cost(6.0, WGMMA_FLOPS_PER_US if wgmma else MMA_FLOPS_PER_US),
     )

@@ -9,7 +9,7 @@ from tuning_builds import MadeUpTimer
 
 from castiron.configs.tuning_results import read_results
 from castiron.perf import cli
-from castiron.perf.cuda_timer import fill_full_step, ordinary_values
+from castiron.perf.launch_timer import fill_full_step, ordinary_values
 from castiron.perf.tune import ROUNDS, blocks_needed, measure, share_of_limit, table_line, tokens_of_sequences
 from castiron.runtime.block_manager import BlockManager
 from castiron.runtime.engine_file import EngineFile
