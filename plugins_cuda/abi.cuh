@@ -115,6 +115,48 @@ struct SiluMulParams {  // y = silu(a) * b
     int64_t a_stride, b_stride, y_stride;
     int32_t count, dim;
 };
+// Float8 outputs: y are e4m3 codes, value = scale[row] * y; input_scale is every row's scale, or 0: each row
+// has its largest magnitude / 448.
+struct QuantizeFp8Params {
+    const bf16 *x;  // [rows, dim]
+    uint8_t *y;     // [rows, dim]
+    float *scale;   // [rows]
+    const int32_t *header;
+    int64_t x_stride, y_stride;
+    int32_t count, dim;
+    float input_scale;
+    int32_t pad;
+};
+struct RmsNormFp8Params {
+    const float *x, *weight;
+    uint8_t *y;
+    float *scale;
+    const int32_t *header;
+    int64_t x_stride, y_stride;
+    int32_t count, dim;
+    float eps, input_scale;
+};
+struct AddRmsNormFp8Params {
+    const bf16 *x;
+    const float *residual, *weight;
+    uint8_t *y;
+    float *scale;
+    float *residual_out;  // may be `residual`
+    const int32_t *header;
+    int64_t x_stride, residual_stride, y_stride, residual_out_stride;
+    int32_t count, dim;
+    float eps, input_scale;
+};
+struct SiluMulFp8Params {
+    const bf16 *a, *b;
+    uint8_t *y;
+    float *scale;
+    const int32_t *header;
+    int64_t a_stride, b_stride, y_stride;
+    int32_t count, dim;
+    float input_scale;
+    int32_t pad;
+};
 struct GatherRowsParams {  // y[i] = x[rows[i]], for rows of `item_bytes` * dim bytes
     const void *x;
     const int32_t *rows;

@@ -124,7 +124,7 @@ def sizes(rows: int, **others: int) -> dict[str, int]:
         (8192, "16384"), (16384, "16384"), (16392, "any"), (7, "any"), (4100, "any"),
     ],
 )  # fmt: skip
-@pytest.mark.parametrize("op", ["rms_norm", "add_rms_norm"])
+@pytest.mark.parametrize("op", ["rms_norm", "add_rms_norm", "rms_norm_fp8", "add_rms_norm_fp8"])
 @pytest.mark.parametrize("rows", [1, 64, 8192])
 def test_the_cheapest_norm_is_the_smallest_that_holds_the_row(
     op: str, dim: int, variant: str, rows: int
