@@ -25,13 +25,15 @@ _NORMS = {
 
 
 # variant of the kernels that quantize rows -> (CTAs of a cluster, chunks of 8 elements a thread holds, µs at a
-# short row)
+# short row, its arithmetic: twice where rows are computed again, more where no other CTA fits beside it)
 _FP8_ROWS = {
-    "4096": (1, 1, 1.2),
-    "16384": (1, 4, 1.3),
-    "cluster": (8, 1, 1.6),
-    "any": (1, 0, 3.0),
+    "4096": (1, 1, 1.2, 1.0),
+    "16384": (1, 4, 1.3, 1.5),
+    "pair": (2, 2, 1.5, 1.0),
+    "cluster": (8, 1, 1.6, 1.0),
+    "any": (1, 0, 3.0, 2.0),
 }
+_FP8_TURN_MICROSECONDS = 0.1  # of a CTA's part of a row: loads and barriers that nothing overlaps
 _FP8_ROW_THREADS = 512  # kThreads of kernels/row_cluster.cuh
 _FP8_CTA_THREADS_OF_SM = 1024  # that fit beside each other, by their registers
 
@@ -177,13 +179,13 @@ def _cluster_grid(ctas: int) -> Callable[[Sizes], Grid]:
 
 def _fp8_rows_cost(variant: str, element_bytes: int, nanoseconds: float) -> Callable[[Sizes], float]:
     """`nanoseconds`: of a multiprocessor's arithmetic on an element."""
-    ctas, chunks, fixed = _FP8_ROWS[variant]
+    ctas, _, fixed, work = _FP8_ROWS[variant]
 
     def cost(sizes: Sizes) -> float:
         rows, dim = sizes["rows"], sizes["dim"]
         turns = -(-rows * ctas // sizes["num_sms"])
-        arithmetic = turns * dim / ctas * nanoseconds / 1000 * (1 if chunks else 2)
-        return _microseconds(fixed + arithmetic, rows * dim * element_bytes)
+        turn = _FP8_TURN_MICROSECONDS + dim / ctas * nanoseconds / 1000 * work
+        return _microseconds(fixed + turns * turn, rows * dim * element_bytes)
 
     return cost
 
@@ -221,7 +223,7 @@ def _fp8_rows(
             why_not=_norm_why_not(ctas * _FP8_ROW_THREADS * chunks * _EIGHT),
             cost=_fp8_rows_cost(variant, 2 * len(inputs) + 1, nanoseconds),
         )
-        for variant, (ctas, chunks, _) in _FP8_ROWS.items()
+        for variant, (ctas, chunks, *_) in _FP8_ROWS.items()
     ]
 
 

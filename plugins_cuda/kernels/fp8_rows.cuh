@@ -36,8 +36,8 @@ __device__ __forceinline__ void quantize_rows(const Params &p, bool aligned, Loa
     const int thread = (threadIdx.x / 32 * kCtas + static_cast<int>(cluster.rank())) * 32 + lane;
     const int num_rows = p.header[p.count];
     const bool wide_rows = aligned && codes_aligned(p.y, p.y_stride);
-    const int wide = wide_rows ? p.dim / kEight : 0;
     const bool held = kChunks > 0 && wide_rows && p.dim % kEight == 0;
+    const int wide = held || (kChunks == 0 && wide_rows) ? p.dim / kEight : 0;
     let_next_start();
     wait_for_inputs();
     cluster.start();
@@ -59,7 +59,7 @@ __device__ __forceinline__ void quantize_rows(const Params &p, bool aligned, Loa
                 largest = max(largest, largest_magnitude(x[c]));
             }
         } else if (p.input_scale == 0.0f) {
-            for (int i = thread; i < wide; i += kRowThreads)
+            for (int i = thread; kChunks == 0 && i < wide; i += kRowThreads)
                 largest = max(largest, largest_magnitude(eight(load(row, i * kEight))));
             for (int column = wide * kEight + thread; column < p.dim; column += kRowThreads)
                 largest = max(largest, magnitude(one(row, column)));
@@ -74,17 +74,18 @@ __device__ __forceinline__ void quantize_rows(const Params &p, bool aligned, Loa
             scale = scale_of(__reduce_max_sync(~0u, largest));
         }
         if (thread == 0) p.scale[row] = scale;
+        const ByScale by(scale);
         if (held) {
 #pragma unroll
             for (int c = 0; c < kHeld; ++c) {
                 const int i = thread + c * kRowThreads;
-                if (i < wide) quantize_eight(y + i * kEight, x[c], scale);
+                if (i < wide) quantize_eight(y + i * kEight, x[c], by);
             }
         } else {
-            for (int i = thread; i < wide; i += kRowThreads)
-                quantize_eight(y + i * kEight, eight(load(row, i * kEight)), scale);
+            for (int i = thread; kChunks == 0 && i < wide; i += kRowThreads)
+                quantize_eight(y + i * kEight, eight(load(row, i * kEight)), by);
             for (int column = wide * kEight + thread; column < p.dim; column += kRowThreads)
-                quantize_one(y + column, one(row, column), scale);
+                quantize_one(y + column, one(row, column), by);
         }
     }
 }

@@ -3,7 +3,7 @@
 
 namespace castiron {
 
-extern "C" __global__ void __launch_bounds__(512, 2)
+extern "C" __global__ void __launch_bounds__(512, kHeld < 4 ? 2 : 1)
     quantize_fp8(const __grid_constant__ QuantizeFp8Params p) {
     quantize_rows(
         p, rows_aligned(p.x, p.x_stride),

@@ -166,11 +166,11 @@ __device__ __forceinline__ void norm_in_registers(const Params &p) {
 #endif
         }
 #if OUT_FP8
-        const float code_scale = row_scale(p, row, largest, maxima, turn);
+        const ByScale by(row_scale(p, row, largest, maxima, turn));
 #pragma unroll
         for (int c = 0; c < kHeld; ++c) {
             const int column = (thread + c * kRowThreads) * kEight;
-            if (column < p.dim) quantize_eight(p.y + row * p.y_stride + column, x[c], code_scale);
+            if (column < p.dim) quantize_eight(p.y + row * p.y_stride + column, x[c], by);
         }
 #endif
     }
@@ -202,9 +202,9 @@ __device__ __forceinline__ void norm_by_elements(const Params &p) {
             for (int column = thread; column < p.dim; column += kRowThreads)
                 largest = max(largest, magnitude(normed(column)));
         }
-        const float code_scale = row_scale(p, row, largest, maxima, turn);
+        const ByScale by(row_scale(p, row, largest, maxima, turn));
         for (int column = thread; column < p.dim; column += kRowThreads)
-            quantize_one(p.y + row * p.y_stride + column, normed(column), code_scale);
+            quantize_one(p.y + row * p.y_stride + column, normed(column), by);
 #else
         for (int column = thread; column < p.dim; column += kRowThreads)
             p.y[row * p.y_stride + column] = __float2bfloat16_rn(normed(column));

@@ -34,7 +34,7 @@ __device__ __forceinline__ float one_value(const Params &p, int64_t row, int col
 }  // namespace
 
 #if OUT_FP8
-extern "C" __global__ void __launch_bounds__(512, 2)
+extern "C" __global__ void __launch_bounds__(512, kHeld < 4 ? 2 : 1)
     silu_mul_fp8(const __grid_constant__ SiluMulFp8Params p) {
     quantize_rows(
         p, rows_aligned(p.a, p.a_stride) && rows_aligned(p.b, p.b_stride),
