@@ -181,6 +181,14 @@ __device__ void copy_x(const LinearTmaParams &p, const Work &work, const Shared 
             ring.advance();
         }
     }
+    if constexpr (MULTICAST > 1) {
+        // This CTA must not end before the others' last arrivals at its barriers: their consumers have then
+        // read all that it sent them.
+        for (int i = 0; i < kXStages; ++i) {
+            mbarrier_wait(shared.x_empty + 8 * ring.slot, ring.phase ^ 1);
+            ring.advance();
+        }
+    }
 }
 
 struct Consumer {
@@ -570,8 +578,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, PER_SM)
             if (work.cluster >= work.num_tiles) cluster_barrier_relaxed();
         }
     }
-    // No CTA ends while another may still arrive at its barriers. (One that waits for sums can't end early.)
-    if constexpr (MULTICAST > 1) cluster_barrier_relaxed();
 }
 
 }  // namespace castiron
