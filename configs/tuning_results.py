@@ -145,10 +145,12 @@ def merge_results(old: TuningResults | None, new: TuningResults, label: str) -> 
 
 
 def write_results(path: Path, results: TuningResults) -> None:
-    """Write the file, whole or not at all. Raises WorkFailedError if that fails."""
+    """Write the file, whole or not at all, a line a result. Raises WorkFailedError if that fails."""
+    head = msgspec.json.encode(msgspec.structs.replace(results, results=())).removesuffix(b"[]}")
+    lines = b",\n".join(msgspec.json.encode(result) for result in results.results)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        temporary.write_bytes(msgspec.json.format(msgspec.json.encode(results), indent=1) + b"\n")
+        temporary.write_bytes(head + b"[\n" + lines + b"\n]}\n")
         temporary.replace(path)
     except OSError as error:
         temporary.unlink(missing_ok=True)
