@@ -75,7 +75,6 @@ _ALL = (
 
 SCHEMES: dict[str, Scheme] = {scheme.name: scheme for scheme in _ALL}
 DENSE_SCHEMES = tuple(s.name for s in _ALL if not s.is_quantized)
-QUANTIZED_SCHEMES = tuple(s.name for s in _ALL if s.is_quantized)
 BY_GGML_TYPE: dict[int, Scheme] = {s.ggml_type: s for s in _ALL if s.ggml_type is not None}
 
 

@@ -150,9 +150,6 @@ class PlanArrays:
     dependencies: np.ndarray
 
 
-PLAN_MEMBERS = ("plan.header", "plan.records", "plan.params", "plan.relocations", "plan.dependencies")
-
-
 def encode_plan(header: PlanHeader, arrays: PlanArrays) -> dict[str, bytes]:
     """The engine-file members of a plan."""
     return {

@@ -11,8 +11,6 @@ try:
 except ImportError:  # the CPU target does without it
     driver = None
 
-MIN_BINDINGS = "13.0"
-
 
 def check(result: tuple[Any, ...], doing: str) -> Any:
     """The value a driver call returned (None, one, or a list). Raises WorkFailedError naming what was done."""
