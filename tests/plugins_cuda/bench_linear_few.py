@@ -1,4 +1,4 @@
-"""Times linear for few tokens, as bench_linear_many.py does: python bench_linear_few.py [--schemes bf16 q4_1]."""
+"""Times linear for few tokens, as bench_linear_many.py does: python bench_linear_few.py [--schemes bf16 q4_1 fp8]."""
 
 from bench_linear_many import SHAPES, arguments_of, measure_all
 

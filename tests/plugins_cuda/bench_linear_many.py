@@ -1,10 +1,11 @@
-"""Times kernels of linear beside torch.matmul: python bench_linear_many.py [--schemes q4_1] [--tokens 128 2048].
+"""Times kernels of linear beside torch's: python bench_linear_many.py [--schemes q4_1 fp8] [--tokens 128 2048].
 
 Every measurement is one graph of launches joined by programmatic edges (torch's: plain ones), replayed between two
 events; weights and activations rotate over more memory than the L2 cache holds. Of linear_few's and linear_many's
 kernels the --most whose predicted cost is least are measured: µs per launch, the prediction in brackets; * is the
-one the planner would choose. At the end of a row the best time and its TB/s of weights and TFLOP/s, and what was
-measured before (linear_times.py).
+one the planner would choose. bf16 is timed beside torch.matmul, fp8 beside torch._scaled_mm with a scale per tensor:
+"fast" sums in the tensor cores alone, as our kernels do, the other one moves sums to other registers on the way. At
+the end of a row the best time and its TB/s of weights and TFLOP/s, and what was measured before (linear_times.py).
 """
 
 import argparse
@@ -22,7 +23,8 @@ from linear_times import CUBLAS_BF16, FEW_BEFORE, MANY_BF16
 from castiron.plugins_cuda import linear_few_specs, linear_many_specs
 from castiron.plugins_cuda.compile import compile_cubin
 from castiron.plugins_cuda.kernel_spec import CudaKernelSpec, Sizes
-from castiron.plugins_cuda.layouts import packed_bytes
+from castiron.plugins_cuda.layouts import packed_bytes, tiles_bytes
+from castiron.plugins_cuda.linear_inputs import linear_inputs
 from castiron.runtime.step_abi import HEADER_WORDS
 
 SHAPES = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))  # (n, k) of Llama 3.1 8B's linears
@@ -75,7 +77,7 @@ def candidates(scheme: str, sizes: Sizes, most: int) -> list[CudaKernelSpec]:
     able = [
         spec
         for spec in (*linear_few_specs.SPECS, *linear_many_specs.SPECS)
-        if spec.op == "linear"
+        if spec.op == linear_inputs(scheme).op
         and spec.scheme == scheme
         and spec.operands["out0"] == "bf16"
         and not spec.why_not(sizes)
@@ -86,26 +88,63 @@ def candidates(scheme: str, sizes: Sizes, most: int) -> list[CudaKernelSpec]:
     return sorted(able, key=lambda spec: spec.cost(sizes))[:most]
 
 
+def random_codes(num_bytes: int) -> torch.Tensor:
+    """Finite e4m3 of normal values, uint8 [num_bytes]: the tensor cores' power, so their clock, follows the data."""
+    return torch.randn(num_bytes, device="cuda").to(torch.float8_e4m3fn).view(torch.uint8)
+
+
+def packed_fp8(n: int, k: int) -> torch.Tensor:
+    """A packed weight [n, k] of random codes, all its rows' scales 1 / 64."""
+    tiles = tiles_bytes("fp8", n, k)
+    scales = torch.full(((packed_bytes("fp8", n, k) - tiles) // 4,), 1 / 64, device="cuda")
+    return torch.cat([random_codes(tiles), scales.view(torch.uint8)])
+
+
+def time_scaled_mm(xs: Sequence[torch.Tensor], ys: Sequence[torch.Tensor], n: int, fast: bool) -> float:
+    """µs of torch._scaled_mm on codes xs [tokens, k], into ys [tokens, n]."""
+    k = xs[0].shape[1]
+    weights = [random_codes(n * k).view(n, k).view(torch.float8_e4m3fn) for _ in xs]
+    codes = [x.view(torch.float8_e4m3fn) for x in xs]
+    scale = torch.full((), 1 / 64, device="cuda")
+
+    def run(i: int, _: int) -> None:
+        torch._scaled_mm(
+            codes[i], weights[i].T, scale, scale, out_dtype=torch.bfloat16, use_fast_accum=fast, out=ys[i]
+        )
+
+    run(0, 0)  # cuBLAS sets up outside of the capture
+    return microseconds(run, len(xs))
+
+
 def measure(scheme: str, n: int, k: int, tokens: int, most: int, num_sms: int) -> None:
     """Print the row of one shape."""
     sizes = {"n": n, "k": k, "rows": tokens, "num_sms": num_sms}
     num_bytes = packed_bytes(scheme, n, k)
-    copies = max(2, min(LAUNCHES, -(-ROTATED_BYTES // (num_bytes + 2 * tokens * (n + k)))))
-    xs = [torch.randn(tokens, k, device="cuda").bfloat16() for _ in range(copies)]
+    x_bytes = linear_inputs(scheme).x_bytes
+    copies = max(2, min(LAUNCHES, -(-ROTATED_BYTES // (num_bytes + tokens * (2 * n + x_bytes * k)))))
     ys = [torch.empty(tokens, n, device="cuda", dtype=torch.bfloat16) for _ in range(copies)]
     columns = [f"{scheme} [{n}, {k}] x {tokens}".ljust(28)]
-    if scheme == "bf16":
+    inputs: dict[str, torch.Tensor] = {}
+    if scheme == "fp8":
+        xs = [random_codes(tokens * k).view(tokens, k) for _ in range(copies)]
+        inputs["x_scale"] = torch.ones(tokens, device="cuda")
+        packed = [packed_fp8(n, k) for _ in range(copies)]
+        fast, moved = (time_scaled_mm(xs, ys, n, fast) for fast in (True, False))
+        columns.append(f"torch fast {fast:6.1f}, not fast {moved:6.1f}")
+    elif scheme == "bf16":
+        xs = [torch.randn(tokens, k, device="cuda").bfloat16() for _ in range(copies)]
         weights = [torch.randn(n, k, device="cuda", dtype=torch.bfloat16) / 64 for _ in range(copies)]
         torch.matmul(xs[0], weights[0].T, out=ys[0])  # cuBLAS sets up outside of the capture
         plain = microseconds(lambda i, _: torch.matmul(xs[i], weights[i].T, out=ys[i]), copies)
         columns.append(f"torch {plain:6.1f}")
         packed = [pack_dense(weight) for weight in weights]
     else:  # any bits whose scales are finite
+        xs = [torch.randn(tokens, k, device="cuda").bfloat16() for _ in range(copies)]
         packed = [torch.full((num_bytes,), 0x22, dtype=torch.uint8, device="cuda") for _ in range(copies)]
     header = torch.full((HEADER_WORDS,), tokens, dtype=torch.int32, device="cuda")
     best = float("inf")
     for index, spec in enumerate(candidates(scheme, sizes, most)):
-        fields = {"x_stride": k} if spec.source == "linear_few.cu" else {}
+        fields = inputs | ({"x_stride": k} if spec.source == "linear_few.cu" else {})
         blocks = [
             pack_params(spec, {
                 "x": xs[i], "weight": packed[i], "bias": None, "y": ys[i], "y_stride": n, "header": header,
