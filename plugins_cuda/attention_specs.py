@@ -18,6 +18,7 @@ MOST_SEQS = 1024  # kMaxSeqs in attention_decode.cuh
 MOST_SPLIT_CTAS = 512  # kMaxCtas there
 MOST_GROUP = 16
 MOST_DECODE_QUERY_LEN = 16
+DECODE_WARPS = 4
 MIXED_TOKENS = 64  # kv tokens of a stage of the mixed kernel, half as many if head_dim > 128
 MIXED_SPLIT_ROWS = 64  # rows up to which it splits a sequence over its kv tokens
 # The mixed kernel with nothing but tiles, for GPUs whose blocks have 99 KiB of shared memory
@@ -55,8 +56,8 @@ def _rope_cost(sizes: Sizes) -> float:
 # paged_attention
 
 
-def _warps(head_dim: int, mixed: bool) -> int:
-    return 8 if mixed and head_dim <= 128 else 4
+def _mixed_warps(head_dim: int) -> int:
+    return 8 if head_dim <= 128 else 4
 
 
 def _split_stages(head_dim: int, mixed: bool) -> int:
@@ -73,10 +74,10 @@ def _tile_stages(head_dim: int, wgmma: bool) -> int:
     return 4 if head_dim <= 128 else 3
 
 
-def _split_shared_bytes(head_dim: int, mixed: bool) -> int:
+def _split_shared_bytes(head_dim: int, warps: int, mixed: bool) -> int:
     ring = _split_stages(head_dim, mixed) * 2 * WARP_TOKENS * head_dim * 2
     merge = SPLIT_ROWS * (head_dim + 8) * 4
-    return _warps(head_dim, mixed) * (ring + merge)
+    return warps * (ring + merge)
 
 
 def _mixed_stage_tokens(head_dim: int) -> int:
@@ -85,21 +86,14 @@ def _mixed_stage_tokens(head_dim: int) -> int:
 
 def _mixed_shared_bytes(head_dim: int, wgmma: bool) -> int:
     tile = _tile_stages(head_dim, wgmma) * 2 * _mixed_stage_tokens(head_dim) * head_dim * 2
-    queries = _warps(head_dim, mixed=True) * 16 * head_dim * 2 if head_dim > 128 else 0
-    return 1024 + max(tile + queries, _split_shared_bytes(head_dim, mixed=True))  # 1024 to align
+    queries = _mixed_warps(head_dim) * 16 * head_dim * 2 if head_dim > 128 else 0
+    return 1024 + max(
+        tile + queries, _split_shared_bytes(head_dim, _mixed_warps(head_dim), mixed=True)
+    )  # 1024 to align
 
 
 def _split_ctas(sizes: Sizes) -> int:
     return min(sizes["num_sms"], MOST_SPLIT_CTAS)
-
-
-def _decode_per_sm(head_dim: int) -> int:
-    """CTAs of the decode kernel on a multiprocessor: one's waits (queries, merging warps) pass in another's work."""
-    return 2 if head_dim == 128 else 1
-
-
-def _decode_ctas(sizes: Sizes) -> int:
-    return min(sizes["num_sms"] * _decode_per_sm(sizes["head_dim"]), MOST_SPLIT_CTAS)
 
 
 def _scratch_bytes(ctas: Callable[[Sizes], int]) -> Callable[[Sizes], int]:
@@ -135,7 +129,7 @@ def _tiles_grid(sizes: Sizes) -> Grid:
 
 
 def _mixed_grid(sizes: Sizes) -> Grid:
-    rows = 16 * _warps(sizes["head_dim"], mixed=True)
+    rows = 16 * _mixed_warps(sizes["head_dim"])
     tiles = -(-sizes["max_tokens"] * _group(sizes) // rows) + sizes["max_seqs"]
     ctas = _split_ctas(sizes)
     return (ctas, 1 + -(-tiles * sizes["kv_heads"] // ctas), 1)
@@ -164,8 +158,14 @@ def _cache_us(sizes: Sizes) -> float:
     return tokens * sizes["kv_heads"] * sizes["head_dim"] * 4 / READ_BYTES_PER_US
 
 
-def _decode_cost(sizes: Sizes) -> float:
-    return 3.0 + _cache_us(sizes)  # rows beyond a tile of 16 read the cache again, from L2
+def _decode_cost(warps: int) -> Callable[[Sizes], float]:
+    few_seqs = 16  # up to which more warps a CTA are faster, on an H200
+
+    def cost(sizes: Sizes) -> float:
+        has_best = (warps > DECODE_WARPS) == (sizes["max_seqs"] <= few_seqs)
+        return (3.0 if has_best else 3.3) + _cache_us(sizes)  # rows beyond 16 read the cache again, from L2
+
+    return cost
 
 
 def _mixed_cost(fixed: float, flops_per_us: float) -> Callable[[Sizes], float]:
@@ -195,9 +195,16 @@ _ATTENTION = _attention_parameters("scratch.ptr", "counters.ptr")
 _ATTENTION_OPERANDS = {"in0": "bf16", "in2": "i32", "in3": "i32", "in4": "i32", "out0": "bf16"}
 
 
-def _decode(head_dim: int) -> CudaKernelSpec:
+def _decode(head_dim: int, warps: int, per_sm: int) -> CudaKernelSpec:
+    """`per_sm`: CTAs on a multiprocessor, where one's waits (queries, merging warps) pass in another's work. One CTA
+    of twice the warps has fewer partial results to merge: better for few sequences.
+    """
+
+    def ctas(sizes: Sizes) -> int:
+        return min(sizes["num_sms"] * per_sm, MOST_SPLIT_CTAS)
+
     return CudaKernelSpec(
-        name=f"paged_attention.bf16.decode.d{head_dim}",
+        name=f"paged_attention.bf16.decode.d{head_dim}" + (f".w{warps}" if warps != DECODE_WARPS else ""),
         op="paged_attention",
         cache_dtype="bf16",
         parameters=_ATTENTION,
@@ -207,17 +214,18 @@ def _decode(head_dim: int) -> CudaKernelSpec:
         defines=(
             ("HEAD_DIM", str(head_dim)),
             ("STAGES", str(_split_stages(head_dim, mixed=False))),
-            ("PER_SM", str(_decode_per_sm(head_dim))),
+            ("WARPS", str(warps)),
+            ("PER_SM", str(per_sm)),
         ),
-        threads=32 * _warps(head_dim, mixed=False),
-        grid=lambda sizes: (_decode_ctas(sizes), 1, 1),
+        threads=32 * warps,
+        grid=lambda sizes: (ctas(sizes), 1, 1),
         operands=_ATTENTION_OPERANDS,
-        shared_bytes=lambda _: _split_shared_bytes(head_dim, mixed=False),
+        shared_bytes=lambda _: _split_shared_bytes(head_dim, warps, mixed=False),
         static_shared_bytes=_STATIC_SHARED_BYTES,
-        scratch_bytes=_scratch_bytes(_decode_ctas),
-        counters_bytes=_counters_bytes(_decode_ctas),
+        scratch_bytes=_scratch_bytes(ctas),
+        counters_bytes=_counters_bytes(ctas),
         why_not=_attention_why_not(head_dim, MOST_DECODE_QUERY_LEN),
-        cost=_decode_cost,
+        cost=_decode_cost(warps),
     )
 
 
@@ -235,12 +243,12 @@ def _mixed(head_dim: int, *, wgmma: bool) -> CudaKernelSpec:
             ("STAGES", str(_split_stages(head_dim, mixed=True))),
             ("PREFILL_STAGES", str(_tile_stages(head_dim, wgmma))),
             ("WGMMA", str(int(wgmma))),
-            ("WARPS", str(_warps(head_dim, mixed=True))),
+            ("WARPS", str(_mixed_warps(head_dim))),
             ("TILE_TOKENS", str(_mixed_stage_tokens(head_dim))),
             ("SPLIT_ROWS", str(MIXED_SPLIT_ROWS)),
         ),
         architecture="sm_90a" if wgmma else "sm_80",
-        threads=32 * _warps(head_dim, mixed=True),
+        threads=32 * _mixed_warps(head_dim),
         grid=_mixed_grid,
         operands=_ATTENTION_OPERANDS,
         shared_bytes=lambda _: _mixed_shared_bytes(head_dim, wgmma),
@@ -318,7 +326,8 @@ SPECS = (
         why_not=_rope_why_not,
         cost=_rope_cost,
     ),
-    *(_decode(head_dim) for head_dim in HEAD_DIMS),
+    *(_decode(head_dim, DECODE_WARPS, 2 if head_dim == 128 else 1) for head_dim in HEAD_DIMS),
+    _decode(128, 2 * DECODE_WARPS, 1),
     *(_mixed(head_dim, wgmma=False) for head_dim in HEAD_DIMS),
     *(_mixed(head_dim, wgmma=True) for head_dim in WGMMA_HEAD_DIMS),
     *(_tiles(head_dim) for head_dim in HEAD_DIMS),

@@ -17,8 +17,9 @@ from castiron.plugins_cuda.linear_inputs import linear_inputs
 
 TOKENS = (8, 16)  # capacities a kernel is compiled for
 SPLITS = (1, 2, 3, 4, 8)  # CTAs of a cluster that share k
-_SM_BYTES = 230_000  # of shared memory that a CTA may have; half of it lets two run on a multiprocessor
-_MOST_WARPS, _FEWEST_WARPS = 8, 3
+QUARTER_SPLITS = (1, 2, 4, 6)  # of small CTAs
+_CTA_BYTES = {1: 230_000, 2: 115_000, 4: 56_000}  # of shared memory, by CTAs that run on a multiprocessor
+_MOST_WARPS, _FEWEST_WARPS, _QUARTER_WARPS = 8, 3, 4
 _MOST_SLOTS = 4
 _BARRIER_BYTES = 8 * (_MOST_WARPS * _MOST_SLOTS + 1)
 # Of times on an H200; a CTA's rates are those of one alone on its multiprocessor.
@@ -28,9 +29,11 @@ _WAVE_US = 0.5  # to start another CTA of a cluster
 _MEMORY_BYTES_PER_US = 4.3e6
 _L2_BYTES_PER_US = 6.0e6
 _CTA_BYTES_PER_US = 0.04e6
-_CTAS_AT_ONCE = {1: 264, 2: 264, 3: 252, 4: 240, 8: 224}  # by split: a cluster lies in one GPC
+# by split, of CTAs of which two run on a multiprocessor: a cluster lies in one GPC
+_CTAS_AT_ONCE = {1: 264, 2: 264, 3: 252, 4: 240, 6: 240, 8: 224}
 _TILE_US = {8: 0.09, 16: 0.14}  # of 64 x 64 quantized weights on a multiprocessor, by tokens
 _CTA_TILE_US = {8: 0.13, 16: 0.2}
+_QUARTER_TILE_US = 0.07
 _DENSE = ("bf16", "fp8")  # whose tiles are read as they are
 _EMBEDDING_THREADS = 128
 _EMBEDDING_COLUMNS = 4 * _EMBEDDING_THREADS
@@ -42,6 +45,9 @@ class Tiling:
 
     scheme: str
     tokens: int
+    quarter: bool = (
+        False  # CTAs of 4 warps, of which four run on a multiprocessor: all at once, where n is large
+    )
 
     @property
     def columns(self) -> int:
@@ -63,14 +69,25 @@ class Tiling:
         return 18 * 16 * self.tokens  # kReceivedBytes
 
     @property
+    def per_sm(self) -> int:
+        """CTAs on a multiprocessor: two or four, but one where so few warps would have two tiles each."""
+        if self.quarter:
+            return 4
+        return 2 if _CTA_BYTES[2] - self.received_bytes >= 2 * _FEWEST_WARPS * self.slot_bytes else 1
+
+    @property
     def _ring_bytes(self) -> int:
-        """Of a CTA, such that two CTAs run on a multiprocessor if warps enough find room for two tiles each."""
-        half = _SM_BYTES // 2 - self.received_bytes
-        fits = half >= 2 * _FEWEST_WARPS * self.slot_bytes
-        return half if fits else _SM_BYTES - self.received_bytes
+        return _CTA_BYTES[self.per_sm] - self.received_bytes
+
+    @property
+    def fits(self) -> bool:
+        """False for small CTAs whose warps haven't room for two tiles each."""
+        return not self.quarter or 2 * _QUARTER_WARPS * self.slot_bytes <= self._ring_bytes
 
     @property
     def warps(self) -> int:
+        if self.quarter:
+            return _QUARTER_WARPS
         most = _MOST_WARPS if self.tokens == 8 else _MOST_WARPS - 2  # for more registers
         if self.scheme in _DENSE:  # tiles of 8 KB: more of them in flight matter more than more warps
             most = _MOST_WARPS // 2
@@ -120,18 +137,21 @@ def _cost(tiling: Tiling, split: int) -> Callable[[Sizes], float]:
         )
         if tiling.scheme not in _DENSE:
             tiles = units * tiling.columns / 64
-            rate = min(sizes["num_sms"] / _TILE_US[tiling.tokens], ctas / _CTA_TILE_US[tiling.tokens])
+            tile_us, cta_tile_us = _TILE_US[tiling.tokens], _CTA_TILE_US[tiling.tokens]
+            if tiling.quarter:
+                tile_us, cta_tile_us = _QUARTER_TILE_US, 2 * cta_tile_us
+            rate = min(sizes["num_sms"] / tile_us, ctas / cta_tile_us)
             time = max(time, tiles / rate)
         if split > 1:
-            waves = -(-ctas // _CTAS_AT_ONCE[split])
+            waves = -(-ctas // (_CTAS_AT_ONCE[split] * tiling.per_sm // 2))
             time += _SPLIT_US + _WAVE_US * waves * (split - 1)
         return _START_US + time
 
     return cost
 
 
-def _linear(scheme: str, tokens: int, dtype: str, split: int) -> CudaKernelSpec:
-    tiling = Tiling(scheme, tokens)
+def _linear(tiling: Tiling, dtype: str, split: int) -> CudaKernelSpec:
+    scheme, tokens = tiling.scheme, tiling.tokens
     inputs = linear_inputs(scheme)
     defines = {
         "SCHEME": f"SCHEME_{scheme.upper()}",
@@ -140,6 +160,7 @@ def _linear(scheme: str, tokens: int, dtype: str, split: int) -> CudaKernelSpec:
         "WARPS": tiling.warps,
         "SLOTS": tiling.slots,
         "SHARED_BYTES": tiling.shared_bytes,
+        "PER_SM": tiling.per_sm,
     }
 
     def grid(sizes: Sizes) -> Grid:
@@ -147,6 +168,7 @@ def _linear(scheme: str, tokens: int, dtype: str, split: int) -> CudaKernelSpec:
 
     return CudaKernelSpec(
         name=f"linear_few.{scheme}.{tokens}"
+        + (".quarter" if tiling.quarter else "")
         + (f".s{split}" if split > 1 else "")
         + (".f32" if dtype == "f32" else ""),
         op=inputs.op,
@@ -201,13 +223,19 @@ def _embedding(scheme: str) -> CudaKernelSpec:
     )
 
 
+TILINGS = tuple(
+    tiling
+    for scheme in ALL_SCHEMES
+    for tokens in TOKENS
+    for quarter in ((False,) if scheme in _DENSE else (False, True))
+    if (tiling := Tiling(scheme, tokens, quarter)).fits
+)
 SPECS: tuple[CudaKernelSpec, ...] = (
     *(
-        _linear(scheme, tokens, dtype, split)
-        for scheme in ALL_SCHEMES
-        for tokens in TOKENS
+        _linear(tiling, dtype, split)
+        for tiling in TILINGS
         for dtype in ("bf16", "f32")
-        for split in SPLITS
+        for split in (QUARTER_SPLITS if tiling.quarter else SPLITS)
     ),
     *(_embedding(scheme) for scheme in PACKED_SCHEMES),
 )

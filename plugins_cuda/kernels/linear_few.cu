@@ -8,7 +8,7 @@
 // meet in shared memory, and a CTA sends the sums of rows that another owns to it; all in a fixed order.
 //
 // -DSCHEME=SCHEME_... -DTOKENS=8|16 (capacity) -DOUT_F32=0|1 (type of y) -DWARPS=... -DSLOTS=...
-// -DSHARED_BYTES=... (of a launch)
+// -DSHARED_BYTES=... (of a launch) -DPER_SM=... (CTAs that run on a multiprocessor)
 #include "abi.cuh"
 #include "kernels/few_tokens.cuh"
 #include "kernels/weight_tile.cuh"
@@ -30,7 +30,6 @@ constexpr int kSlotBytes = kTileBytes + kTokens * kXPitch;
 constexpr int kRingBytes = kSlots * kSlotBytes;  // of a warp
 // [CTA that sends][token][own quads of rows] for every split up to 8: at most 18 quads, of 3 CTAs
 constexpr int kReceivedBytes = kTokens * 18 * 16;
-constexpr int kCtasPerSm = SHARED_BYTES <= 115000 ? 2 : 1;
 constexpr int kPartialPitch = kTileRows + 4;  // floats; a fragment's stores hit 32 banks
 static_assert(kTokens * kPartialPitch * 4 <= kRingBytes, "a warp's sums take its ring's place");
 static_assert(kWarps * kRingBytes + kReceivedBytes == SHARED_BYTES, "the launch gives as much");
@@ -38,14 +37,30 @@ static_assert(kTileBytes % 16 == 0 && kTokens % 8 == 0);
 
 using Accumulators = float[kPanels][kTokenTiles][4];
 
-// x[tokens, columns of the tile] -> shared memory; tokens beyond `live` and columns beyond k become zeros,
-// unread.
+constexpr int kPassBytes = 32 * 16;  // of x that a warp copies at once
+static_assert(kTokens * kXPitch % kPassBytes == 0);
+
+// Passes of a warp over x of a tile that reach the live tokens.
+__device__ __forceinline__ int live_passes(int live) {
+    return (live * kXPitch + kPassBytes - 1) / kPassBytes;
+}
+
+// Zeros for the tokens that no pass of copy_x reaches.
+__device__ __forceinline__ void clear_dead_tokens(int live, uint8_t *x) {
+    for (int i = live_passes(live); i < kTokens * kXPitch / kPassBytes; ++i)
+        *reinterpret_cast<uint4 *>(x + i * kPassBytes + threadIdx.x % 32 * 16) = make_uint4(0, 0, 0, 0);
+}
+
+// x[live tokens, columns of the tile] -> shared memory; tokens beyond `live` in the last pass and columns
+// beyond k become zeros, unread.
 __device__ __forceinline__ void copy_x(const LinearParams &p, int live, int tile, uint8_t *to,
                                        bool is_aligned) {
     constexpr int kChunks = kXPitch / 16, kElements = 16 / kXBytes;  // of a chunk
+    const int passes = live_passes(live);
     const int lane = threadIdx.x % 32;
 #pragma unroll
-    for (int i = 0; i < kTokens * kChunks / 32; ++i) {
+    for (int i = 0; i < kTokens * kXPitch / kPassBytes; ++i) {
+        if (i >= passes) break;
         const int index = i * 32 + lane, token = index / kChunks, chunk = index % kChunks;
         const int column = tile * kUnit + chunk * kElements;
         const bool is_live = token < live && column < p.k;
@@ -286,7 +301,7 @@ __device__ __forceinline__ void reduce_and_write(const LinearParams &p, const ui
 
 }  // namespace castiron
 
-extern "C" __global__ void __launch_bounds__(castiron::kThreads, castiron::kCtasPerSm)
+extern "C" __global__ void __launch_bounds__(castiron::kThreads, PER_SM)
     linear_few(const __grid_constant__ castiron::LinearParams p) {
     using namespace castiron;
     extern __shared__ __align__(128) uint8_t rings[];
@@ -319,6 +334,7 @@ extern "C" __global__ void __launch_bounds__(castiron::kThreads, castiron::kCtas
         if (warp == 0 && gridDim.x > 1)
             mbarrier_arrive_expect(shared_address(&received), live * own_quads() * int(gridDim.x) * 16);
     }
+    for (int i = 0; i < kSlots; ++i) clear_dead_tokens(live, ring + i * kSlotBytes + kTileBytes);
     __syncwarp();
     if (gridDim.x > 1) cluster_arrive_relaxed();
     let_next_start();

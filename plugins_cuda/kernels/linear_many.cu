@@ -271,17 +271,14 @@ struct Consumer {
             for (int i = 0; i < TOKENS / 2; ++i) d[block][i] = 0.0f;
         }
         uint32_t a[4][kBlocks][4];
+        Part loaded[kBlocks];
         int slot_before = 0;  // of the x of the step before
         for (int unit = 0; unit < work.num_units;
              ++unit) {  // of whole steps: blocks of columns don't end in one
             mbarrier_wait(shared.weight_full + 8 * weight.slot, weight.phase);
-            const uint8_t *tile = tiles + weight.slot * kSlotBytes;
 #pragma unroll
             for (int part = 0; part < kUnitSteps; ++part) {
-                Part loaded[kBlocks];
-#pragma unroll
-                for (int block = 0; block < kBlocks; ++block)
-                    loaded[block] = load_part(tile + block * kTileBytes, warp, part, lane);
+                load(part, loaded);
                 if (part == kUnitSteps - 1) {
                     __syncwarp();
                     release_weight(weight.slot);
@@ -315,6 +312,23 @@ struct Consumer {
         }
         wgmma_wait<0>();
         release_x(slot_before);
+        if constexpr (kFragmentScale != 1.0f) {
+#pragma unroll
+            for (int block = 0; block < kBlocks; ++block) {
+#pragma unroll
+                for (int i = 0; i < TOKENS / 2; ++i) d[block][i] *= 1.0f / kFragmentScale;
+            }
+        }
+    }
+    // The codes of a part of the unit, and their scales where they are others than the part before's.
+    __device__ __forceinline__ void load(int part, Part (&loaded)[kBlocks]) const {
+        const uint8_t *tile = tiles + weight.slot * kSlotBytes;
+#pragma unroll
+        for (int block = 0; block < kBlocks; ++block) {
+            const uint8_t *of_block = tile + block * kTileBytes;
+            loaded[block].words = load_code_words(of_block, warp, part, lane);
+            if (part * 64 % kGroup == 0) load_scales_of_part(of_block, warp, part, lane, loaded[block]);
+        }
     }
 
     // Sums of codes become values. Rows beyond n and tokens beyond the live ones are never stored.

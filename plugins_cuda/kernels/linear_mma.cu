@@ -180,6 +180,7 @@ extern "C" __global__ void __launch_bounds__(castiron::kThreads)
     cp_async_wait<0>();
 
     constexpr int kPairBytes = OUT_F32 ? 8 : 4;
+    constexpr float kSumScale = 1.0f / kFragmentScale;
     const bool y_aligned = (reinterpret_cast<uint64_t>(p.y) & (kPairBytes - 1)) == 0 && p.y_stride % 2 == 0;
 #pragma unroll
     for (int i = 0; i < kPanels; ++i) {
@@ -198,7 +199,9 @@ extern "C" __global__ void __launch_bounds__(castiron::kThreads)
                 for (int of = 0; of < 2; ++of) {  // g, g + 8
                     const int token = work.first_token + (first_tile + tile) * 16 + g + 8 * of;
                     const float *sum = &sums[tile][i][half][2 * of];
-                    if (token < work.live) store(p, token, row, sum[0] + bias.x, sum[1] + bias.y, y_aligned);
+                    if (token >= work.live) continue;
+                    store(p, token, row, fmaf(sum[0], kSumScale, bias.x), fmaf(sum[1], kSumScale, bias.y),
+                          y_aligned);
                 }
             }
         }

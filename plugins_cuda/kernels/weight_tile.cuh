@@ -2,7 +2,7 @@
 // -DSCHEME=SCHEME_... chooses. A tile is 64 rows x kUnit columns and lies in global or shared memory, aligned
 // to 16 bytes. A fragment (panel 0..3, step) is the A operand of mma.m16n8k16: rows 16 panel.., columns 16
 // step.. of the tile; lane 4g + t holds rows g and g + 8.
-//   load_fragment   the dequantized weights, rounded once from f32 to bf16
+//   load_fragments  the dequantized weights, rounded once to bf16, times kFragmentScale
 //   load_codes      only the codes, kCodeBias + q, exact in bf16; w = scale * q + minimum with
 //   group_scale     (scale, minimum) of a row and a group of kGroup columns
 //   load_element    one weight in f32, exactly the checkpoint's
@@ -84,6 +84,11 @@ struct CodeWords {
     uint32_t high[2];  // 5-bit codes: a byte per step; 6-bit codes: 16 bits per step
 };
 
+// The word of step 0..3.
+__device__ __forceinline__ uint32_t step_word(uint4 words, int step) {
+    return step == 0 ? words.x : step == 1 ? words.y : step == 2 ? words.z : words.w;
+}
+
 __device__ __forceinline__ CodeWords load_code_words(const uint8_t *tile, int panel, int part, int lane) {
     CodeWords words = {};
     const uint8_t *codes = tile + kHeaderBytes + part * kCodeBytes;
@@ -127,6 +132,13 @@ __device__ __forceinline__ uint32_t multiply_bf16x2(uint32_t a, uint32_t b) {
     return product;
 }
 
+// a * b + c, rounded once; subnormal numbers count.
+__device__ __forceinline__ uint32_t fma_bf16x2(uint32_t a, uint32_t b, uint32_t c) {
+    uint32_t sum;
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(sum) : "r"(a), "r"(b), "r"(c));
+    return sum;
+}
+
 // a & mask | bits in one instruction, which the compiler misses for two constants.
 __device__ __forceinline__ uint32_t and_or(uint32_t a, uint32_t mask, uint32_t bits) {
     uint32_t result;
@@ -146,10 +158,7 @@ __device__ __forceinline__ void unpack_codes(const CodeWords &words, int step, u
             a[i] = subtract_bf16x2(bits & 0xFF7FFF7Fu, bits & 0xFF80FF80u);
         }
     } else {
-        const uint32_t low = step == 0   ? words.low.x
-                             : step == 1 ? words.low.y
-                             : step == 2 ? words.low.z
-                                         : words.low.w;
+        const uint32_t low = step_word(words.low, step);
         uint32_t high = 0;  // bits kHighBits * i.. are of a_i.lo, 16 + kHighBits * i.. of a_i.hi
         if constexpr (kHighBits == 1) {
             high = words.high[0] >> (8 * step) & 0xFF;
@@ -254,50 +263,69 @@ __device__ __forceinline__ uint32_t dequantize_pair(uint32_t codes, float2 scale
                            fmaf(scale.x, __uint_as_float(codes & 0xFFFF0000u), offset));
 }
 
+// What the fragments of int4 weights are multiplied with, so sums of their products too: see
+// load_scales_of_part.
+constexpr float kFragmentScale = kIsInt4 ? 0x1p-37f : 1.0f;
+
 // What a lane holds of 64 columns of a panel before it dequantizes them.
 struct Part {
     CodeWords words;
-    uint32_t scales[kPartGroups][2],
-        zeros[kPartGroups][2];                    // int4: pairs of equal bf16; [group][row g, g + 8]
+    // int4: pairs of equal bf16, [group][row g, g + 8]; offsets: what to add, or with zero points to subtract
+    uint32_t scales[kPartGroups][2], offsets[kPartGroups][2];
     float2 values[kIsInt4 ? 1 : kPartGroups][2];  // others: as group_scale gives them
 };
 
-// All lanes of the warp call it.
-__device__ __forceinline__ Part load_part(const uint8_t *tile, int panel, int part, int lane) {
-    Part result;
-    result.words = load_code_words(tile, panel, part, lane);
+// All lanes of the warp call it. Of int4 weights:
+// A code in bits 0..3 of a bf16 is q * 2^-133, one in bits 4..7 is 16 q * 2^-133: in the last binade of
+// normal numbers bit 7 counts as it does among the subnormal ones, so no shift and no bias is needed. Row g
+// has its codes in the low bits, row g + 8 in the high ones. Scales times 2^96 and 2^92 make both q * scale *
+// 2^-37, a normal number for every scale between 2^-85 and 2^31.
+__device__ __forceinline__ void load_scales_of_part(const uint8_t *tile, int panel, int part, int lane,
+                                                    Part &result) {
     if constexpr (kIsInt4) {
+        constexpr uint32_t kTimes[2] = {0x6F806F80u, 0x6D806D80u};  // 2^96, 2^92
+        constexpr uint32_t kTimesOffset = 0xAE80AE80u;              // -2^-34 = -kZeroPoint * 2^-37
         const int row = panel * 16 + lane / 4;
 #pragma unroll
         for (int i = 0; i < 2 * kPartGroups; ++i) {
             const int at = (part * 64 / kGroup + i / 2) * 64 + row + i % 2 * 8;
-            result.scales[i / 2][i % 2] = reinterpret_cast<const uint16_t *>(tile)[at] * 0x10001u;
-            const uint32_t zero_point = kHasZeroPoints ? tile[kUnit / kGroup * 128 + at] : kZeroPoint;
-            result.zeros[i / 2][i % 2] = (0x4300u | zero_point) * 0x10001u;
+            const uint32_t scale = reinterpret_cast<const uint16_t *>(tile)[at] * 0x10001u;
+            result.scales[i / 2][i % 2] = multiply_bf16x2(scale, kTimes[i % 2]);
+            uint32_t &offset = result.offsets[i / 2][i % 2];
+            if constexpr (kHasZeroPoints) {
+                offset = tile[kUnit / kGroup * 128 + at] * 0x10001u;
+                if (i % 2 == 1) offset = multiply_bf16x2(offset, 0x41804180u);  // 16
+            } else {
+                static_assert(kZeroPoint == 8 || !kIsInt4 || kHasZeroPoints, "kTimesOffset");
+                offset = multiply_bf16x2(scale, kTimesOffset);
+            }
         }
     } else {
         load_scales(tile, panel, part, lane, result.values);
     }
-    return result;
 }
 
-// The fragment of step 0..3 of a part.
+// The fragment of step 0..3 of a part, times kFragmentScale.
 __device__ __forceinline__ void dequantize_fragment(const Part &part, int step, uint32_t a[4]) {
     const int group = step * 16 / kPartGroup;
-    unpack_codes(part.words, step, a);
+    if constexpr (kIsInt4) {
+        const uint32_t low = step_word(part.words.low, step), high = low >> 8;
+        const uint32_t codes[4] = {low & 0x000F000Fu, low & 0x00F000F0u, high & 0x000F000Fu,
+                                   high & 0x00F000F0u};
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        if constexpr (kIsInt4) {  // codes less zero points, and scales, are exact in bf16: rounded once
-            a[i] =
-                multiply_bf16x2(subtract_bf16x2(a[i], part.zeros[group][i % 2]), part.scales[group][i % 2]);
-        } else {
-            a[i] = dequantize_pair(a[i], part.values[group][i % 2]);
+        for (int i = 0; i < 4; ++i) {  // code less zero point is exact, so is the offset: rounded once
+            const uint32_t scale = part.scales[group][i % 2], offset = part.offsets[group][i % 2];
+            a[i] = kHasZeroPoints ? multiply_bf16x2(subtract_bf16x2(codes[i], offset), scale)
+                                  : fma_bf16x2(codes[i], scale, offset);
         }
+    } else {
+        unpack_codes(part.words, step, a);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) a[i] = dequantize_pair(a[i], part.values[group][i % 2]);
     }
 }
 
-// The 4 fragments of 64 columns (part of the tile), cheaper than 4 single ones. All lanes of the warp call
-// it.
+// The 4 fragments of 64 columns (part of the tile), times kFragmentScale. All lanes of the warp call it.
 __device__ __forceinline__ void load_fragments(const uint8_t *tile, int panel, int part, int lane,
                                                uint32_t a[4][4]) {
     if constexpr (kScheme == SCHEME_BF16) {
@@ -312,20 +340,11 @@ __device__ __forceinline__ void load_fragments(const uint8_t *tile, int panel, i
             }
         }
     } else {
-        const Part loaded = load_part(tile, panel, part, lane);
+        Part loaded;
+        loaded.words = load_code_words(tile, panel, part, lane);
+        load_scales_of_part(tile, panel, part, lane, loaded);
 #pragma unroll
         for (int step = 0; step < 4; ++step) dequantize_fragment(loaded, step, a[step]);
-    }
-}
-
-// All lanes of the warp call it. The fragment of 16-column step 0..kUnit / 16 - 1 of the tile.
-__device__ __forceinline__ void load_fragment(const uint8_t *tile, int panel, int step, int lane,
-                                              uint32_t a[4]) {
-    uint32_t all[4][4];
-    load_fragments(tile, panel, step / 4, lane, all);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        a[i] = step % 4 == 0 ? all[0][i] : step % 4 == 1 ? all[1][i] : step % 4 == 2 ? all[2][i] : all[3][i];
     }
 }
 

@@ -29,7 +29,8 @@ def variant(name: str, define: str, stages: int | None) -> CudaKernelSpec:
     if stages is None:
         return spec
     own = int(dict(spec.defines)[define])
-    stage_bytes = 4 * 2 * 16 * HEAD_DIM * 2 if define == "STAGES" else 2 * 64 * HEAD_DIM * 2
+    warps = spec.threads // 32
+    stage_bytes = warps * 2 * 16 * HEAD_DIM * 2 if define == "STAGES" else 2 * 64 * HEAD_DIM * 2
     defines = tuple((key, str(stages) if key == define else value) for key, value in spec.defines)
     grown = max(0, stages - own) * stage_bytes if define != "STAGES" else (stages - own) * stage_bytes
     return dataclasses.replace(
@@ -100,13 +101,14 @@ def main() -> None:
     parser.add_argument("--decode-stages", type=int, nargs="*", default=[], help="beside the spec's")
     parser.add_argument("--prefill-stages", type=int, nargs="*", default=[], help="beside the spec's")
     arguments = parser.parse_args()
-    for stages in (None, *arguments.decode_stages):
-        spec = variant("paged_attention.bf16.decode.d128", "STAGES", stages)
-        for num_seqs, context in DECODE:
-            us = measure(spec, num_seqs, 1, context)
-            read = num_seqs * context * KV_HEADS * HEAD_DIM * 4
-            print(f"decode stages {dict(spec.defines)['STAGES']}  b{num_seqs:<4d} context {context:5d} "
-                  f"{us:8.1f} us {read / us / 1e6:6.2f} TB/s", flush=True)  # fmt: skip
+    for name in ("decode.d128", "decode.d128.w8", "mixed.d128"):
+        for stages in (None, *arguments.decode_stages):
+            spec = variant(f"paged_attention.bf16.{name}", "STAGES", stages)
+            for num_seqs, context in DECODE:
+                us = measure(spec, num_seqs, 1, context)
+                read = num_seqs * context * KV_HEADS * HEAD_DIM * 4
+                print(f"{name:15s} stages {dict(spec.defines)['STAGES']}  b{num_seqs:<4d} context {context:5d} "
+                      f"{us:8.1f} us {read / us / 1e6:6.2f} TB/s", flush=True)  # fmt: skip
     for stages in (None, *arguments.prefill_stages):
         spec = variant("paged_attention.bf16.wgmma.d128", "PREFILL_STAGES", stages)
         for tokens in PREFILL:

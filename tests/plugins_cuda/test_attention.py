@@ -17,6 +17,7 @@ pytestmark = pytest.mark.gpu
 DEVICE = "cuda"
 SPECS = {spec.name: spec for spec in ALL_SPECS}
 VARIANTS = ("mixed", "wgmma", "tiles")
+DECODES = ("decode", "decode.w8")
 PAD = 8  # elements of padding after a row
 UNTOUCHED = 77.0
 Part = tuple[int, int]  # (query tokens, length with them) of a sequence
@@ -35,7 +36,8 @@ class Heads:
         return self.scale or self.head_dim**-0.5
 
     def spec(self, variant: str) -> str:
-        return f"paged_attention.bf16.{variant}.d{self.head_dim}"
+        kind, _, warps = variant.partition(".")
+        return f"paged_attention.bf16.{kind}.d{self.head_dim}" + (f".{warps}" if warps else "")
 
 
 @dataclass
@@ -194,45 +196,55 @@ MIXED = [(heads, variant) for heads in SHAPES for variant in VARIANTS if _runs(h
 MIXED_NAMES = [f"{_name(heads)}-{variant}" for heads, variant in MIXED]
 
 
+def _decodes(*shapes: Heads) -> pytest.MarkDecorator:
+    """Parameters heads and variant: every decode kernel of the shapes."""
+    pairs = [(heads, variant) for heads in shapes for variant in DECODES if _runs(heads, variant)]
+    return pytest.mark.parametrize(
+        ("heads", "variant"), pairs, ids=[f"{_name(heads)}-{variant}" for heads, variant in pairs]
+    )
+
+
+@_decodes(*SHAPES)
+def test_decode_of_ragged_lengths(heads: Heads, variant: str) -> None:
+    check(heads, [(1, length) for length in LENGTHS], variant)
+    check(heads, [(1, 4097), (1, 3)], variant)
+
+
 @pytest.mark.parametrize("heads", SHAPES, ids=_name)
-def test_decode_of_ragged_lengths(heads: Heads) -> None:
-    check(heads, [(1, length) for length in LENGTHS], "decode")
-    check(heads, [(1, 4097), (1, 3)], "decode")
+def test_tiles_of_ragged_lengths(heads: Heads) -> None:
     check(heads, [(1, length) for length in (*LENGTHS, 1025)], "tiles")
 
 
 @pytest.mark.parametrize("length", LENGTHS)
 def test_decode_of_one_sequence(length: int) -> None:
     check(Heads(8, 2, 128), [(1, length)], "decode", seed=length)
+    check(Heads(8, 2, 128), [(1, length)], "decode.w8", seed=length)
     check(Heads(3, 1, 64, 16), [(1, length)], "decode", seed=length)
 
 
 @pytest.mark.sanitize
-@pytest.mark.parametrize("variant", ("decode", *VARIANTS))
+@pytest.mark.parametrize("variant", (*DECODES, *VARIANTS))
 def test_small_steps(variant: str) -> None:
-    check(Heads(4, 2, 128), [(1, 70), (1, 1)] if variant == "decode" else [(1, 70), (20, 33)], variant)
+    check(Heads(4, 2, 128), [(1, 70), (1, 1)] if variant in DECODES else [(1, 70), (20, 33)], variant)
 
 
-@pytest.mark.parametrize("heads", [Heads(8, 2, 64), Heads(4, 1, 128, 16)], ids=_name)
-def test_decode_of_a_long_sequence_is_split_over_all_ctas(heads: Heads) -> None:
-    check(heads, [(1, 33_000)], "decode")
-    check(heads, [(1, 5), (1, 33_000), (1, 700)], "decode", seed=1)
+@_decodes(Heads(8, 2, 64), Heads(4, 1, 128, 16))
+def test_decode_of_a_long_sequence_is_split_over_all_ctas(heads: Heads, variant: str) -> None:
+    check(heads, [(1, 33_000)], variant)
+    check(heads, [(1, 5), (1, 33_000), (1, 700)], variant, seed=1)
 
 
-@pytest.mark.parametrize("heads", [Heads(9, 3, 64, 16), Heads(8, 2, 128)], ids=_name)
-def test_decode_of_64_ragged_sequences(heads: Heads) -> None:
+@_decodes(Heads(9, 3, 64, 16), Heads(8, 2, 128))
+def test_decode_of_64_ragged_sequences(heads: Heads, variant: str) -> None:
     lengths = torch.randint(1, 600, (64,), generator=torch.Generator().manual_seed(0)).tolist()
-    check(heads, [(1, length) for length in lengths], "decode")
-    check(heads, [(1, 256)] * 64, "decode")
+    check(heads, [(1, length) for length in lengths], variant)
+    check(heads, [(1, 256)] * 64, variant)
 
 
-@pytest.mark.parametrize("heads", SHAPES, ids=_name)
-def test_decode_of_several_query_tokens(heads: Heads) -> None:
-    check(
-        heads,
-        [(n, n + past) for n, past in zip(range(1, 9), (0, 3, 60, 64, 0, 500, 1021, 8), strict=True)],
-        "decode",
-    )
+@_decodes(*SHAPES)
+def test_decode_of_several_query_tokens(heads: Heads, variant: str) -> None:
+    pasts = (0, 3, 60, 64, 0, 500, 1021, 8)
+    check(heads, [(n, n + past) for n, past in zip(range(1, 9), pasts, strict=True)], variant)
 
 
 @pytest.mark.parametrize(("heads", "variant"), MIXED, ids=MIXED_NAMES)
@@ -265,14 +277,14 @@ def test_mixed_without_long_or_short_queries(variant: str) -> None:
 
 
 @pytest.mark.parametrize("late", ("q", "cache"))
-@pytest.mark.parametrize("variant", ("decode", *VARIANTS))
+@pytest.mark.parametrize("variant", (*DECODES, *VARIANTS))
 def test_inputs_that_arrive_late_are_waited_for(variant: str, late: str) -> None:
-    parts = [(1, 700), (2, 64)] if variant == "decode" else [(1, 700), (140, 300)]
+    parts = [(1, 700), (2, 64)] if variant in DECODES else [(1, 700), (140, 300)]
     check(Heads(8, 2, 128), parts, variant, late=(late,))
 
 
 @pytest.mark.parametrize("heads", [Heads(8, 2, 128), Heads(3, 1, 64, 16), Heads(4, 1, 256, 64)], ids=_name)
-@pytest.mark.parametrize("variant", ("decode", *VARIANTS))
+@pytest.mark.parametrize("variant", (*DECODES, *VARIANTS))
 def test_only_tokens_of_earlier_steps_are_read_before_the_wait(heads: Heads, variant: str) -> None:
     if not _runs(heads, variant):
         pytest.skip(f"no {variant} kernel of head_dim {heads.head_dim}")
@@ -283,22 +295,22 @@ def test_only_tokens_of_earlier_steps_are_read_before_the_wait(heads: Heads, var
     check(heads, many, variant, late=("cache",))
 
 
-@pytest.mark.parametrize("variant", ("decode", *VARIANTS))
+@pytest.mark.parametrize("variant", (*DECODES, *VARIANTS))
 def test_launch_for_many_more_sequences_and_tokens(variant: str) -> None:
-    step = make_step(Heads(8, 2, 128), [(1, 100), (5, 40)] if variant == "decode" else [(1, 100), (30, 40)])
+    step = make_step(Heads(8, 2, 128), [(1, 100), (5, 40)] if variant in DECODES else [(1, 100), (30, 40)])
     assert_close(attend(step, variant, spare=900), step.reference())
 
 
-@pytest.mark.parametrize("variant", ("decode", *VARIANTS))
+@pytest.mark.parametrize("variant", (*DECODES, *VARIANTS))
 def test_large_scores_neither_overflow_nor_lose_the_largest(variant: str) -> None:
-    parts = [(1, 80), (6, 300)] if variant == "decode" else [(1, 80), (60, 300)]
+    parts = [(1, 80), (6, 300)] if variant in DECODES else [(1, 80), (60, 300)]
     step = make_step(Heads(4, 2, 128), parts, q_size=300.0)
     assert_close(attend(step, variant), step.reference())
 
 
-@pytest.mark.parametrize("variant", ("decode", *VARIANTS))
+@pytest.mark.parametrize("variant", (*DECODES, *VARIANTS))
 def test_nan_reaches_the_queries_that_see_it_and_no_others(variant: str) -> None:
-    step = make_step(Heads(4, 2, 128), [(1, 90), (1, 300), (8 if variant == "decode" else 40, 40)])
+    step = make_step(Heads(4, 2, 128), [(1, 90), (1, 300), (8 if variant in DECODES else 40, 40)])
     block = int(step.block_tables[1, 2])
     step.cache[block, 0, 0, 5] = torch.nan  # key 133 of sequence 1, kv head 0
     expected = step.reference()
@@ -309,10 +321,10 @@ def test_nan_reaches_the_queries_that_see_it_and_no_others(variant: str) -> None
     assert_close(result[~seen[:, 0, 0]], expected[~seen[:, 0, 0]])
 
 
-@pytest.mark.parametrize("variant", ("decode", *VARIANTS))
+@pytest.mark.parametrize("variant", (*DECODES, *VARIANTS))
 def test_blocks_beyond_2_to_the_31_elements(variant: str) -> None:
     heads = Heads(8, 8, 128)
-    step = make_step(heads, [(1, 150), (4, 70), (2 if variant == "decode" else 65, 65)])
+    step = make_step(heads, [(1, 150), (4, 70), (2 if variant in DECODES else 65, 65)])
     expected = step.reference()
     many = (1 << 31) // (2 * heads.kv_heads * heads.block_size * heads.head_dim) + 1
     cache = torch.empty((many + len(step.cache), *step.cache.shape[1:]), dtype=torch.bfloat16, device=DEVICE)

@@ -14,7 +14,7 @@ from castiron.models.schemes import SCHEMES
 from castiron.plugins_cuda.compile import compile_cubin
 from castiron.plugins_cuda.kernel_spec import CudaKernelSpec
 from castiron.plugins_cuda.layouts import PACKED_SCHEMES, pack, packed_bytes
-from castiron.plugins_cuda.linear_few_specs import SPECS, SPLITS, TOKENS, Tiling
+from castiron.plugins_cuda.linear_few_specs import QUARTER_SPLITS, SPECS, SPLITS, TILINGS, TOKENS, Tiling
 
 pytest.importorskip("cuda.bindings")
 from cuda_kernel_caller import NUM_LOGITS, NUM_TOKENS, TARGET, call, poisoned
@@ -23,7 +23,8 @@ pytestmark = pytest.mark.gpu
 
 BY_NAME = {spec.name: spec for spec in SPECS if spec.op == "linear"}
 STRUCTURES = [
-    f"linear_few.{scheme}.{tokens}" for scheme in ("bf16", "q4_1", "int4_g128z") for tokens in TOKENS
+    *(f"linear_few.{scheme}.{tokens}" for scheme in ("bf16", "q4_1", "int4_g128z") for tokens in TOKENS),
+    *(f"linear_few.{scheme}.8.quarter" for scheme in ("q4_1", "int4_g128z")),
 ]
 ACCUMULATION = 5e-5  # of sum |x| |w|: tensor cores' f32 sums, of codes up to 50 times the weights
 BF16_ROUNDING = 2.0**-8
@@ -109,17 +110,27 @@ class Case:
         assert relative < (3e-5 if y.dtype == torch.float32 else 4e-3), relative
 
 
-def tiling_of(spec: CudaKernelSpec) -> Tiling:
-    return Tiling(spec.scheme, int(dict(spec.defines)["TOKENS"]))
+def tokens_of(name: str) -> int:
+    """The most tokens a kernel takes."""
+    return int(dict(BY_NAME[name].defines)["TOKENS"])
 
 
-@pytest.mark.parametrize("split", SPLITS)
-@pytest.mark.parametrize("tokens", TOKENS)
-@pytest.mark.parametrize("scheme", PACKED_SCHEMES)
-def test_ragged_shapes_match_the_reference(scheme: str, tokens: int, split: int) -> None:
-    spec = BY_NAME[f"linear_few.{scheme}.{tokens}" + (f".s{split}" if split > 1 else "") + ".f32"]
+@pytest.mark.parametrize(
+    ("tiling", "split"),
+    [
+        pytest.param(
+            tiling, split, id=f"{tiling.scheme}.{tiling.tokens}{'.quarter' * tiling.quarter}.s{split}"
+        )
+        for tiling in TILINGS
+        if tiling.scheme in PACKED_SCHEMES
+        for split in (QUARTER_SPLITS if tiling.quarter else SPLITS)
+    ],
+)
+def test_ragged_shapes_match_the_reference(tiling: Tiling, split: int) -> None:
+    scheme, tokens, columns = tiling.scheme, tiling.tokens, tiling.columns
+    name = f"linear_few.{scheme}.{tokens}" + ".quarter" * tiling.quarter
+    spec = BY_NAME[name + (f".s{split}" if split > 1 else "") + ".f32"]
     block = max(32, SCHEMES[scheme].block_size)
-    columns = tiling_of(spec).columns
     for i, (live, n, k) in enumerate(
         ((1, 1, split * columns), (tokens, 200, split * columns + block), (tokens - 3, 65, 3 * split * columns - block))
     ):  # fmt: skip
@@ -130,7 +141,7 @@ def test_ragged_shapes_match_the_reference(scheme: str, tokens: int, split: int)
 
 @pytest.mark.parametrize("name", STRUCTURES)
 def test_many_stages_and_row_blocks_match_the_reference(name: str) -> None:
-    tokens = int(name.rsplit(".", 1)[1])
+    tokens = tokens_of(name)
     for split in ("", ".s4"):
         spec = BY_NAME[name + split]
         for live, n, k in ((tokens, 576, 1536), (tokens // 2 + 1, 1000, 4096)):
@@ -141,7 +152,7 @@ def test_many_stages_and_row_blocks_match_the_reference(name: str) -> None:
 @pytest.mark.sanitize
 @pytest.mark.parametrize("name", STRUCTURES)
 def test_the_smallest_launches_match_the_reference(name: str) -> None:
-    tokens = int(name.rsplit(".", 1)[1])
+    tokens = tokens_of(name)
     for split in ("", ".s4"):
         spec = BY_NAME[name + split]
         k = next(k for k in range(256, 8192, 256) if not spec.why_not({"rows": tokens, "n": 65, "k": k}))
@@ -153,7 +164,7 @@ def test_the_smallest_launches_match_the_reference(name: str) -> None:
 def test_small_integers_are_exact(name: str) -> None:
     """Sums of products of -3..3 are exact in f32: any element taken from a wrong place shows."""
     generator = torch.Generator("cuda").manual_seed(1)
-    tokens = int(name.rsplit(".", 1)[1])
+    tokens = tokens_of(name)
     for n, k in ((6144, 4096), (4096, 14336), (3000, 576)):
         x = torch.randint(-3, 4, (tokens, k), generator=generator, device="cuda").bfloat16()
         weight = torch.randint(-3, 4, (n, k), generator=generator, device="cuda").bfloat16()
@@ -167,7 +178,7 @@ def test_small_integers_are_exact(name: str) -> None:
 def test_inputs_written_late_are_waited_for_and_runs_repeat_bit_for_bit(name: str) -> None:
     for split in ("", ".s4"):
         spec = BY_NAME[name + split]
-        tokens = int(name.rsplit(".", 1)[1])
+        tokens = tokens_of(name)
         case = Case.random(spec.scheme, tokens - 1, tokens, 1160, 2048, seed=5)
         first = case.run(spec, late=("x",))
         case.check(spec, first)
@@ -177,7 +188,7 @@ def test_inputs_written_late_are_waited_for_and_runs_repeat_bit_for_bit(name: st
 
 @pytest.mark.parametrize("name", STRUCTURES)
 def test_results_of_a_token_do_not_depend_on_the_others(name: str) -> None:
-    tokens = int(name.rsplit(".", 1)[1])
+    tokens = tokens_of(name)
     spec = BY_NAME[name + ".s2"]
     case = Case.random(spec.scheme, tokens, tokens, 200, 1536, seed=6)
     together = case.run(spec)

@@ -3,7 +3,7 @@
 import pytest
 
 from castiron.plugins_cuda.layouts import ALL_SCHEMES, PACKED_SCHEMES, TILE_ROWS
-from castiron.plugins_cuda.linear_few_specs import SPECS, SPLITS, TOKENS, Tiling
+from castiron.plugins_cuda.linear_few_specs import QUARTER_SPLITS, SPECS, SPLITS, TILINGS, TOKENS, Tiling
 
 LINEARS = [spec for spec in SPECS if spec.op in ("linear", "linear_fp8")]
 BY_NAME = {spec.name: spec for spec in SPECS}
@@ -15,9 +15,29 @@ def sizes(rows: int, n: int, k: int) -> dict[str, int]:
 
 
 def test_names_differ() -> None:
-    assert (
-        len(BY_NAME) == len(SPECS) == 2 * len(ALL_SCHEMES) * len(TOKENS) * len(SPLITS) + len(PACKED_SCHEMES)
-    )
+    quarters = [tiling for tiling in TILINGS if tiling.quarter]
+    assert len(TILINGS) - len(quarters) == len(ALL_SCHEMES) * len(TOKENS)
+    splits = (len(TILINGS) - len(quarters)) * len(SPLITS) + len(quarters) * len(QUARTER_SPLITS)
+    assert len(BY_NAME) == len(SPECS) == 2 * splits + len(PACKED_SCHEMES)
+
+
+def test_four_small_ctas_fit_a_multiprocessor() -> None:
+    quarters = {(tiling.scheme, tiling.tokens): tiling for tiling in TILINGS if tiling.quarter}
+    assert ("int4_g128", 8) in quarters and ("q4_1", 8) in quarters
+    assert ("int4_g128", 16) not in quarters and ("q4_k", 8) not in quarters and ("bf16", 8) not in quarters
+    for tiling in quarters.values():
+        static, reserved = 8 * (4 * 4 + 1), 1024  # barriers; of the system, a CTA
+        assert 4 * (tiling.shared_bytes + static + reserved) <= 228 * 1024
+        assert tiling.warps == 4 and tiling.slots >= 2
+        assert tiling.slots * tiling.slot_bytes >= 4 * tiling.tokens * (TILE_ROWS + 4)
+
+
+def test_a_large_int4_weight_takes_small_ctas_for_a_token() -> None:
+    """All at once: 448 CTAs, of which two a multiprocessor would run 264, then the rest."""
+    able = [spec for spec in LINEARS if spec.scheme == "int4_g128" and spec.operands["out0"] == "bf16"]
+    large = sizes(1, 28672, 4096)
+    chosen = min((spec for spec in able if not spec.why_not(large)), key=lambda spec: spec.cost(large))
+    assert chosen.name == "linear_few.int4_g128.8.quarter"
 
 
 @pytest.mark.parametrize("scheme", PACKED_SCHEMES)
