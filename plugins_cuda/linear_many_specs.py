@@ -192,6 +192,7 @@ def _spec(scheme: str, tiling: Tiling, dtype: str) -> CudaKernelSpec:
         cluster=(tiling.cluster, 1, 1),
         shared_bytes=lambda _: SHARED_BYTES[tiling.per_sm],
         boxes={"x": (_BOX_BYTES // inputs.x_bytes, tiling.tokens // tiling.multicast)},
+        order=f"linear_many.s{tiling.split_k}",  # k in turn in each part, then the parts: no tile size changes it
         why_not=_why_not(scheme, tiling),
         cost=_cost(scheme, tiling),
     )
