@@ -64,7 +64,7 @@ from castiron.runtime.plan_format import encode_plan
 from castiron.runtime.step_abi import CacheGroup
 from castiron.runtime.tuning_format import MEMBER as TUNING_MEMBER
 
-SAMPLING_VARIANTS = ("greedy", "random")
+SAMPLING_VARIANTS = ("greedy", "random", "full")
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,9 @@ import torch
 
 from castiron.builder import graph as g
 from castiron.builder.parameters import Parameter
-from castiron.models import fp8_ops, lowered_ops, ops, sampling_ops
+from castiron.models import fp8_ops, logit_ops, lowered_ops, ops, sampling_ops
 
-_ = (fp8_ops, lowered_ops, sampling_ops)  # imported to register their references
+_ = (fp8_ops, logit_ops, lowered_ops, sampling_ops)  # imported to register their references
 
 
 def run(

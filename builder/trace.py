@@ -20,7 +20,7 @@ from castiron.builder.repeat_layers import LayerKinds, keep_traced_layers
 from castiron.builder.trace_nodes import NodeTranslator
 from castiron.models.config import ModelConfig
 from castiron.models.family import ModelFamily
-from castiron.models.sampler import SAMPLERS, Sampler
+from castiron.models.sampler import SAMPLERS
 from castiron.runtime.step_abi import CacheGroup, Field, row_fields, step_fields
 
 _EXAMPLE_SIZES = {"num_tokens": 23, "num_seqs": 11, "num_logits": 5, "num_blocks": 31, "max_rows": 47}
@@ -35,12 +35,14 @@ _DTYPES = {
     "float32": torch.float32,
     "int32": torch.int32,
     "int64": torch.int64,
+    "uint32": torch.uint32,
     "uint64": torch.uint64,
     "f32": torch.float32,
     "f16": torch.float16,
     "bf16": torch.bfloat16,
     "i32": torch.int32,
 }
+_STATE_DTYPES = {torch.int32: "i32", torch.uint32: "u32"}  # of the rows' state
 
 
 @dataclass(frozen=True)
@@ -94,7 +96,7 @@ def trace_forward(
     )
     cache_dtype = _DTYPES[options.cache_dtype]
     caches = [_Input(f"cache.{i}", "cache", cache_dtype, cache_shape) for i in range(config.num_layers)]
-    last_token = _row_input("last_token")
+    last_token = _row_input("last_token", config.vocab_size)
     with torch.device("meta"):
         module = family.make_module(config)
     parameter_inputs = _parameter_inputs(module, parameters)
@@ -142,22 +144,22 @@ _FORWARD_FIELDS = (
 
 
 def trace_sampler(variant: str, vocab_size: int) -> g.Program:
-    """The sampling graph "greedy" or "random": logits f32[num_logits, vocab] and step fields in, ids out."""
-    sampler_class, field_names = SAMPLERS[variant]
+    """The sampling graph "greedy", "random" or "full": logits f32[num_logits, vocab] and step fields in, ids out."""
+    sampler = SAMPLERS[variant]
     fields = {f.name: f for f in step_fields((), vocab_size)}
     logits = _Input("logits", "step", torch.float32, (Affine("num_logits"), vocab_size))
-    step = [_step_input(fields[name]) for name in field_names]
-    last_token = _row_input("last_token")
+    step = [_step_input(fields[name]) for name in sampler.FIELDS]
+    rows = [_row_input(name, vocab_size) for name in sampler.STATES]
 
     def call(run: Callable[..., Any], tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        outputs = run(
-            tensors["logits"], tensors["last_token"], {field.name: tensors[field.name] for field in step}
-        )
-        return dict(zip(Sampler.OUTPUTS, outputs, strict=True))
+        state, read = ({value.name: tensors[value.name] for value in values} for values in (rows, step))
+        return dict(zip(sampler.outputs(), run(tensors["logits"], state, read), strict=True))
 
-    states = (g.State("last_token", "last_token_out", "", "i32", last_token.shape),)
-    kind, inputs = f"sample.{variant}", [logits, *step, last_token]
-    graph = _trace(kind, sampler_class(), call, inputs, inputs, Sampler.OUTPUTS, LayerKinds.of(()))
+    states = tuple(
+        g.State(row.name, f"{row.name}_out", "", _STATE_DTYPES[row.dtype], row.shape) for row in rows
+    )
+    kind, inputs = f"sample.{variant}", [logits, *step, *rows]
+    graph = _trace(kind, sampler(), call, inputs, inputs, sampler.outputs(), LayerKinds.of(()))
     return g.Program(kind, _model(graph), {}, states)
 
 
@@ -173,8 +175,8 @@ def _step_input(field: Field) -> _Input:
     return _Input(field.name, "step", _DTYPES[field.dtype], tuple(_field_dim(d) for d in field.dims))
 
 
-def _row_input(name: str) -> _Input:
-    field = next(f for f in row_fields() if f.name == name)
+def _row_input(name: str, vocab_size: int) -> _Input:
+    field = next(f for f in row_fields(vocab_size) if f.name == name)
     return _Input(name, "rows", _DTYPES[field.dtype], tuple(_field_dim(d) for d in field.dims))
 
 

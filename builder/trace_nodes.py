@@ -30,6 +30,7 @@ _DATA_TYPES = {
     torch.int8: ir.DataType.INT8,
     torch.int32: ir.DataType.INT32,
     torch.int64: ir.DataType.INT64,
+    torch.uint32: ir.DataType.UINT32,
     torch.uint64: ir.DataType.UINT64,
 }
 _OPSETS = {"": 22, g.DOMAIN: 1}

@@ -21,6 +21,7 @@ _DTYPES = {
     ir.DataType.INT8: torch.int8,
     ir.DataType.INT32: torch.int32,
     ir.DataType.INT64: torch.int64,
+    ir.DataType.UINT32: torch.uint32,
     ir.DataType.UINT64: torch.uint64,
 }
 

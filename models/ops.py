@@ -21,6 +21,8 @@ STATES: dict[str, tuple[int, int]] = {
     "rope_kv_write": (5, 1),
     "sample_greedy": (3, 4),
     "sample_random": (3, 4),
+    "sample_full": (4, 5),
+    "count_tokens": (0, 0),
 }
 
 # op -> its plain torch function

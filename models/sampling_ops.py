@@ -53,11 +53,67 @@ def sample_random(
     """A random id of each row, drawn from softmax(logits / temperature) cut by top_k, then top_p and min_p.
 
     temperature f32[L] (0 = greedy), top_k i32[L] (0 = off), top_p f32[L] (1 = off), min_p f32[L] (0 = off),
-    seed u64[L], output_position i32[L]. top_p keeps the fewest most likely ids whose probability, of the
-    distribution top_k leaves, reaches top_p; min_p keeps ids at least min_p times as likely as the most
-    likely one. Of those kept, the largest scaled logit + noise(seed, output_position, id) wins (philox.py),
+    seed u64[L], output_position i32[L]. min_p keeps ids at least min_p times as likely as the most likely one,
+    top_k of these the most likely, and top_p the fewest of what is left whose probability there reaches top_p
+    (vLLM's order). Of those kept, the largest scaled logit + noise(seed, output_position, id) wins (philox.py),
     so an id's noise is the same in any batch. Results as sample_greedy.
     """
+    sampled = _drawn(logits, temperature, top_k, top_p, min_p, seed, output_position)
+    return _results(logits, sampled, sample_rows, num_logprobs, last_token)
+
+
+def _ranked_like(
+    logits: Tensor,
+    adjusted: Tensor,
+    sample_rows: Tensor,
+    num_logprobs: Tensor,
+    last_token: Tensor,
+    *_: Tensor,
+):  # type: ignore[no-untyped-def]
+    token_ids, sampled, top_ids, top, last = _sampled_like(logits, sample_rows, num_logprobs, last_token)
+    return token_ids, sampled, torch.empty_like(token_ids), top_ids, top, last
+
+
+@op(_ranked_like)
+def sample_full(
+    logits: Tensor,
+    adjusted: Tensor,
+    sample_rows: Tensor,
+    num_logprobs: Tensor,
+    last_token: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    seed: Tensor,
+    output_position: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """sample_random's id of each row of adjusted f32[L, V], with log probabilities of logits f32[L, V].
+
+    Returns sampled_token_ids, sampled_logprobs, sampled_ranks i32[L] (1 + ids more likely than the sampled one in
+    logits; 0 where num_logprobs is -1), top_token_ids, top_logprobs and the new last_token.
+    """
+    sampled = _drawn(adjusted, temperature, top_k, top_p, min_p, seed, output_position)
+    token_ids, sampled_logprobs, top_ids, top_logprobs, next_token = _results(
+        logits, sampled, sample_rows, num_logprobs, last_token
+    )
+    own = logits[torch.arange(logits.shape[0]), sampled]
+    own = torch.where(own.isnan(), -torch.inf, own)
+    ranks = 1 + (logits > own[:, None]).sum(1, dtype=torch.int32)
+    ranks = torch.where(num_logprobs >= 0, ranks, 0)
+    return token_ids, sampled_logprobs, ranks.int(), top_ids, top_logprobs, next_token
+
+
+def _drawn(
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    seed: Tensor,
+    output_position: Tensor,
+) -> Tensor:
+    """The id of each row, i64[L]."""
     sampled = _most_likely(logits)
     for row in range(logits.shape[0]):
         largest = logits[row, sampled[row]]
@@ -67,7 +123,7 @@ def sample_random(
         kept = _kept(scaled, int(top_k[row]), float(top_p[row]), float(min_p[row]))
         noise = gumbel_noise(int(seed.numpy()[row]), int(output_position[row]), logits.shape[1])
         sampled[row] = int(np.argmax(np.where(kept.numpy(), scaled.numpy() + noise, -np.inf)))
-    return _results(logits, sampled, sample_rows, num_logprobs, last_token)
+    return sampled
 
 
 def _most_likely(logits: Tensor) -> Tensor:
@@ -77,18 +133,18 @@ def _most_likely(logits: Tensor) -> Tensor:
 
 
 def _kept(scaled: Tensor, top_k: int, top_p: float, min_p: float) -> Tensor:
-    """bool [V]: ids that top_k, top_p and min_p leave; scaled f32[V] is 0 at the most likely id."""
+    """bool [V]: ids that min_p, top_k and top_p leave; scaled f32[V] is 0 at the most likely id."""
     order = torch.argsort(scaled, descending=True, stable=True)  # ties: lowest id first
-    if 0 < top_k < scaled.shape[0]:
+    if min_p > 0:
+        order = order[scaled[order] >= np.log(np.float32(min_p))]
+    if top_k > 0:
         order = order[:top_k]
-    mass = torch.exp(scaled[order].double())
-    before = torch.cumsum(mass, dim=0) - mass
-    keep = scaled[order] >= (np.log(np.float32(min_p)) if min_p > 0 else -np.inf)
     if top_p < 1:
-        keep &= before < top_p * mass.sum()
-    keep[0] = True
+        mass = torch.exp(scaled[order].double())
+        before = torch.cumsum(mass, dim=0) - mass
+        order = order[(before < top_p * mass.sum()) | (torch.arange(len(order)) == 0)]
     kept = torch.zeros(scaled.shape[0], dtype=torch.bool)
-    kept[order[keep]] = True
+    kept[order] = True
     return kept
 
 

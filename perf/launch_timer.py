@@ -39,7 +39,7 @@ class CudaTimer:
         self.gpu = gpu.name
         self.driver = this_machine(with_gpu=True).driver or f"for CUDA {gpu.driver_version / 1000:.1f}"
         self._vocab_size = header.vocab_size
-        self._rows = RowTable(most_seqs, longest)
+        self._rows = RowTable(most_seqs, longest, header.vocab_size)
         self._blocks = BlockManager(header.cache_groups, num_blocks, most_seqs)
         self._device = CudaDevice(engine_file, num_blocks, context, use_graphs=False)
         self._graphs: dict[int, object] = {}

@@ -138,6 +138,43 @@ _PLAIN = (
         ),
         "SampleRandomParams", dense_outputs=(0, 1, 2, 3),
     ),
+    KernelSpec(
+        "mask_logits", "mask_logits",
+        _parameters(
+            "logits:p:in0.ptr mask_rows:p:in1.ptr grammar_masks:p:in2.ptr y:p:out0.ptr logits_stride:l:in0.stride0 "
+            "y_stride:l:out0.stride0 count:i:in0.count vocab:i:in0.dim1"
+        ),
+        "MaskLogitsParams",
+    ),
+    KernelSpec(
+        "adjust_logits", "adjust_logits",
+        _parameters(
+            "logits:p:in0.ptr sample_rows:p:in1.ptr token_counts:p:in2.ptr repetition_penalty:p:in3.ptr "
+            "presence_penalty:p:in4.ptr frequency_penalty:p:in5.ptr bias_starts:p:in6.ptr bias_token_ids:p:in7.ptr "
+            "bias_values:p:in8.ptr allowed_rows:p:in9.ptr allowed_masks:p:in10.ptr y:p:out0.ptr "
+            "logits_stride:l:in0.stride0 y_stride:l:out0.stride0 count:i:in0.count vocab:i:in0.dim1"
+        ),
+        "AdjustLogitsParams",
+    ),
+    KernelSpec(
+        "sample_full", "sample_full",
+        _parameters(
+            "logits:p:in0.ptr adjusted:p:in1.ptr sample_rows:p:in2.ptr num_logprobs:p:in3.ptr temperature:p:in5.ptr "
+            "top_k:p:in6.ptr top_p:p:in7.ptr min_p:p:in8.ptr seed:p:in9.ptr output_position:p:in10.ptr "
+            "last_token:p:in4.ptr sampled_token_ids:p:out0.ptr sampled_logprobs:p:out1.ptr sampled_ranks:p:out2.ptr "
+            "top_token_ids:p:out3.ptr top_logprobs:p:out4.ptr logits_stride:l:in0.stride0 "
+            "adjusted_stride:l:in1.stride0 count:i:in0.count vocab:i:in0.dim1"
+        ),
+        "SampleFullParams", dense_outputs=(0, 1, 2, 3, 4),
+    ),
+    KernelSpec(
+        "count_tokens", "count_tokens",
+        _parameters(
+            "token_counts:p:in0.ptr sampled_token_ids:p:in1.ptr sample_rows:p:in2.ptr repetition_penalty:p:in3.ptr "
+            "presence_penalty:p:in4.ptr frequency_penalty:p:in5.ptr count:i:in2.count vocab:i:in0.dim1"
+        ),
+        "CountTokensParams",
+    ),
 )  # fmt: skip
 
 

@@ -1,11 +1,14 @@
 """Whether a request can be served at all, checked before it is sent to the engine loop or queued in it."""
 
+import itertools
+
 import numpy as np
 
 from castiron.runtime.engine_info import EngineInfo
 from castiron.runtime.errors import RequestError
 from castiron.runtime.messages import AddRequest
-from castiron.runtime.plan_table import RANDOM
+from castiron.runtime.plan_table import FULL, RANDOM
+from castiron.runtime.sampling_params import SamplingParams
 
 
 def validate_request(request: AddRequest, info: EngineInfo) -> None:
@@ -28,18 +31,38 @@ def validate_request(request: AddRequest, info: EngineInfo) -> None:
             "max_tokens",
         )
     _check_token_ids(request.prompt_token_ids, info.vocab_size, "prompt")
-    if sampling.stop_token_ids:
-        _check_token_ids(sampling.stop_token_ids, info.vocab_size, "stop_token_ids")
-    if sampling.min_tokens > 0:
-        raise RequestError(
-            f"`min_tokens` is {sampling.min_tokens}, this engine has no logit bias to keep it: leave it at 0",
-            "min_tokens",
-        )
+    for name, token_ids in (
+        ("stop_token_ids", sampling.stop_token_ids),
+        ("logit_bias", tuple(sampling.logit_bias)),
+        ("allowed_token_ids", sampling.allowed_token_ids or ()),
+        ("bad_words", tuple(itertools.chain.from_iterable(sampling.bad_words_token_ids))),
+    ):
+        if token_ids:
+            _check_token_ids(token_ids, info.vocab_size, name)
+    if FULL not in info.sample_variants:
+        for name, is_off in _off_without_full(sampling).items():
+            if not is_off:
+                raise RequestError(
+                    f"`{name}` is given, this engine's target has no kernels for it: leave it out", name
+                )
     if sampling.temperature > 0 and RANDOM not in info.sample_variants:
         raise RequestError(
             f"`temperature` is {sampling.temperature}, this engine samples greedily only: set it to 0",
             "temperature",
         )
+
+
+def _off_without_full(sampling: SamplingParams) -> dict[str, bool]:
+    """Fields that need the full sampling variant, by name, and whether they are off."""
+    return {
+        "repetition_penalty": sampling.repetition_penalty == 1,
+        "presence_penalty": sampling.presence_penalty == 0,
+        "frequency_penalty": sampling.frequency_penalty == 0,
+        "logit_bias": not sampling.logit_bias,
+        "allowed_token_ids": sampling.allowed_token_ids is None,
+        "bad_words": not sampling.bad_words_token_ids,
+        "min_tokens": sampling.min_tokens == 0,
+    }
 
 
 def longer_sequences(info: EngineInfo) -> str:

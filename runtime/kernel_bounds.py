@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from castiron.runtime.step_abi import MAX_LOGPROBS
+from castiron.runtime.step_abi import MASK_WORD_BITS, MAX_BIASES_PER_ROW, MAX_LOGPROBS
 
 NUMPY_TYPES = {"p": "<u8", "l": "<i8", "i": "<i4", "f": "<f4"}
 F32 = I32 = 4
@@ -51,9 +51,19 @@ STEP_POINTERS = {  # parameter -> step field (slot_mapping and block_tables: of 
     "seed": "seed",
     "output_position": "output_position",
     "num_logprobs": "num_logprobs",
+    "repetition_penalty": "repetition_penalty",
+    "presence_penalty": "presence_penalty",
+    "frequency_penalty": "frequency_penalty",
+    "mask_rows": "mask_rows",
+    "grammar_masks": "grammar_masks",
+    "allowed_rows": "allowed_rows",
+    "allowed_masks": "allowed_masks",
+    "bias_starts": "bias_starts",
+    "bias_token_ids": "bias_token_ids",
+    "bias_values": "bias_values",
 }
-ROW_POINTERS = ("last_token",)
-STAGING_POINTERS = ("sampled_token_ids", "sampled_logprobs", "top_token_ids", "top_logprobs")
+ROW_POINTERS = ("last_token", "token_counts")
+STAGING_POINTERS = ("sampled_token_ids", "sampled_logprobs", "sampled_ranks", "top_token_ids", "top_logprobs")
 
 # Parameter or capacity -> int64 [records]. Beside the parameters: num_rows (capacity of the live count the
 # kernel runs over), max_tokens, max_seqs, max_logits, max_rows, weight_block_size, weight_block_bytes,
@@ -150,6 +160,32 @@ _SAMPLED: dict[str, Extent] = {
     "top_token_ids": lambda v: v["max_logits"] * MAX_LOGPROBS * I32,
     "top_logprobs": lambda v: v["max_logits"] * MAX_LOGPROBS * F32,
 }
+
+_DRAWN: dict[str, Extent] = {
+    "temperature": _PER_LOGIT,
+    "top_k": _PER_LOGIT,
+    "top_p": _PER_LOGIT,
+    "min_p": _PER_LOGIT,
+    "seed": _dense(U64, "max_logits"),
+    "output_position": _PER_LOGIT,
+}
+_PENALTIES: dict[str, Extent] = {
+    "sample_rows": _PER_LOGIT,
+    "token_counts": _dense(I32, "max_rows", "vocab"),
+    "repetition_penalty": _PER_LOGIT,
+    "presence_penalty": _PER_LOGIT,
+    "frequency_penalty": _PER_LOGIT,
+}
+
+
+def _masks(v: Values) -> np.ndarray:
+    result: np.ndarray = v["max_logits"] * -(-v["vocab"] // MASK_WORD_BITS) * I32
+    return result
+
+
+def _biases(v: Values) -> np.ndarray:
+    return v["max_logits"] * MAX_BIASES_PER_ROW * I32
+
 
 BOUNDS: dict[str, KernelBounds] = {
     "embedding": _bounds(
@@ -276,12 +312,42 @@ BOUNDS: dict[str, KernelBounds] = {
         "logits:p sample_rows:p num_logprobs:p temperature:p top_k:p top_p:p min_p:p seed:p "
         "output_position:p last_token:p sampled_token_ids:p sampled_logprobs:p top_token_ids:p "
         "top_logprobs:p logits_stride:l count:i vocab:i",
-        temperature=_PER_LOGIT,
-        top_k=_PER_LOGIT,
-        top_p=_PER_LOGIT,
-        min_p=_PER_LOGIT,
-        seed=_dense(U64, "max_logits"),
-        output_position=_PER_LOGIT,
+        **_DRAWN,
         **_SAMPLED,
+    ),
+    "mask_logits": _bounds(
+        "logits:p mask_rows:p grammar_masks:p y:p logits_stride:l y_stride:l count:i vocab:i",
+        logits=_rows("logits_stride", "vocab"),
+        mask_rows=_PER_LOGIT,
+        grammar_masks=_masks,
+        y=_rows("y_stride", "vocab"),
+    ),
+    "adjust_logits": _bounds(
+        "logits:p sample_rows:p token_counts:p repetition_penalty:p presence_penalty:p frequency_penalty:p "
+        "bias_starts:p bias_token_ids:p bias_values:p allowed_rows:p allowed_masks:p y:p logits_stride:l "
+        "y_stride:l count:i vocab:i",
+        logits=_rows("logits_stride", "vocab"),
+        bias_starts=lambda v: (v["max_logits"] + 1) * I32,
+        bias_token_ids=_biases,
+        bias_values=_biases,
+        allowed_rows=_PER_LOGIT,
+        allowed_masks=_masks,
+        y=_rows("y_stride", "vocab"),
+        **_PENALTIES,
+    ),
+    "sample_full": _bounds(
+        "logits:p adjusted:p sample_rows:p num_logprobs:p temperature:p top_k:p top_p:p min_p:p seed:p "
+        "output_position:p last_token:p sampled_token_ids:p sampled_logprobs:p sampled_ranks:p top_token_ids:p "
+        "top_logprobs:p logits_stride:l adjusted_stride:l count:i vocab:i",
+        adjusted=_rows("adjusted_stride", "vocab"),
+        sampled_ranks=_PER_LOGIT,
+        **_DRAWN,
+        **_SAMPLED,
+    ),
+    "count_tokens": _bounds(
+        "token_counts:p sampled_token_ids:p sample_rows:p repetition_penalty:p presence_penalty:p "
+        "frequency_penalty:p count:i vocab:i",
+        sampled_token_ids=_PER_LOGIT,
+        **_PENALTIES,
     ),
 }

@@ -8,6 +8,7 @@ that turns out to have ended with step n has one more row in step n + 1, whose t
 import os
 import time
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from types import TracebackType
 
 import numpy as np
@@ -20,8 +21,9 @@ from castiron.runtime.engine_options import EngineOptions, ServingLimits
 from castiron.runtime.errors import RequestError
 from castiron.runtime.manifest import Manifest
 from castiron.runtime.messages import AddRequest, RequestOutput, TokenLogprobs
-from castiron.runtime.plan_table import GREEDY, RANDOM, PlanTable
+from castiron.runtime.plan_table import FULL, GREEDY, RANDOM, PlanTable
 from castiron.runtime.row_table import RowTable
+from castiron.runtime.sampling_params import SamplingParams
 from castiron.runtime.scheduler import ScheduledStep, Scheduler
 from castiron.runtime.sequence import Sequence
 from castiron.runtime.step_builder import fill_step
@@ -50,7 +52,7 @@ class LLMEngine:
                 f"tokens instead of {limits.max_seq_len}: raise the KV memory to allow more",
             )
         self.device = device
-        self.rows = RowTable(limits.max_seqs, max_seq_len)
+        self.rows = RowTable(limits.max_seqs, max_seq_len, manifest.model.vocab_size)
         self.blocks = BlockManager(groups, device.num_blocks, limits.max_seqs)
         self.plans = PlanTable(device.header, limits)
         self.scheduler = Scheduler(self.rows, self.blocks, limits.max_batched_tokens)
@@ -216,8 +218,11 @@ class LLMEngine:
         )
         sample = None
         if step.sampled:
-            is_greedy = not self.rows.temperature[given.sample_rows].any()
-            sample = self.plans.sample_of(forward, GREEDY if is_greedy else RANDOM)
+            variant = self._variant(given.sample_rows)
+            sample = self.plans.sample_of(forward, variant)
+            given = replace(given, is_full=variant == FULL)
+        for row, counts in self.rows.take_new_counts():
+            self.device.write_row("token_counts", row, counts)
         fill_step(self.device.step_views(forward), given, self.rows, self.blocks, self._num_steps)
         self.device.launch(forward, sample)
         for sequence in step.sampled:
@@ -230,6 +235,16 @@ class LLMEngine:
         self._num_prompt_tokens += num_tokens - step.num_decoding
         if self._in_flight is None:
             self._read_until_s = start_s  # the device was idle until now
+
+    def _variant(self, rows: np.ndarray) -> str:
+        """The least sampling variant that does all these rows ask for."""
+        if self.rows.needs_full[rows].any():
+            return FULL
+        is_random = self.rows.temperature[rows] > 0
+        if not is_random.any():
+            return GREEDY
+        wants_ranks = (self.rows.num_logprobs[rows][is_random] >= 0).any()  # a greedy token's is 1
+        return FULL if wants_ranks and FULL in self.plans.variants else RANDOM
 
     def _read(self, step: ScheduledStep) -> list[RequestOutput]:
         """Wait for a launched step and give its tokens out."""
@@ -253,7 +268,7 @@ class LLMEngine:
             self._num_generated_tokens += 1
             logprobs: tuple[TokenLogprobs, ...] = ()
             if sequence.sampling.logprobs is not None:
-                logprobs = (_token_logprobs(sampled, index, sequence.sampling.logprobs),)
+                logprobs = (_token_logprobs(sampled, index, sequence.sampling),)
             outputs.append(
                 RequestOutput(
                     sequence.request_id,
@@ -269,9 +284,12 @@ class LLMEngine:
         return outputs
 
 
-def _token_logprobs(sampled: dict[str, np.ndarray], index: int, num_logprobs: int) -> TokenLogprobs:
+def _token_logprobs(sampled: dict[str, np.ndarray], index: int, sampling: SamplingParams) -> TokenLogprobs:
+    num_logprobs = sampling.logprobs or 0
+    is_likeliest = sampling.temperature == 0 and not sampling.has_penalty and not sampling.has_rules
     return TokenLogprobs(
         sampled=float(sampled["sampled_logprobs"][index]),
+        rank=1 if is_likeliest else int(sampled["sampled_ranks"][index]),
         top_token_ids=tuple(sampled["top_token_ids"][index, :num_logprobs].tolist()),
         top_logprobs=tuple(sampled["top_logprobs"][index, :num_logprobs].tolist()),
     )

@@ -6,7 +6,7 @@ import msgspec
 
 FORMAT_MAJOR = 1
 FORMAT_MINOR = 0
-STEP_ABI_VERSION = 1
+STEP_ABI_VERSION = 2
 PURPOSE_SERVING, PURPOSE_TUNING = "serving", "tuning"
 
 

@@ -22,6 +22,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True):
     """Log probabilities at one output position, of the unmodified distribution (before temperature)."""
 
     sampled: float
+    rank: int  # of the sampled token: 1 + how many are more likely; 0 = not computed by this engine
     top_token_ids: tuple[int, ...]
     top_logprobs: tuple[float, ...]
 

@@ -63,7 +63,7 @@ class _FieldOffsets:
         self.capacities = capacities
         self.step = [layout(step, capacity)[0] for capacity in capacities]
         self.staging = [layout(output_fields(), capacity)[0] for capacity in capacities]
-        self.rows = layout(row_fields(), {"max_rows": header.max_rows})[0]
+        self.rows = layout(row_fields(header.vocab_size), {"max_rows": header.max_rows})[0]
 
 
 class _KernelCheck:

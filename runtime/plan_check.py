@@ -65,7 +65,7 @@ def _check_header(header: PlanHeader, manifest: Manifest, label: str) -> None:
     loaded = max((part.weights_offset + part.data_bytes for part in manifest.weights), default=0)
     if loaded > header.weights_bytes:
         refuse(label, f"its weights need {loaded} bytes, the plan has {header.weights_bytes}")
-    needed = layout(row_fields(), {"max_rows": header.max_rows})[1]
+    needed = layout(row_fields(header.vocab_size), {"max_rows": header.max_rows})[1]
     check_range("rows_bytes", header.rows_bytes, needed, MAX_CLASS_BYTES, label)
     if manifest.target.kind == "cpu" and (header.exchange_bytes or header.tensor_maps):
         refuse(label, "exchange memory or tensor maps in a plan for the CPU")

@@ -4,7 +4,7 @@ from castiron.runtime.engine_options import ServingLimits
 from castiron.runtime.errors import EngineFormatError
 from castiron.runtime.plan_format import Plan, PlanHeader
 
-GREEDY, RANDOM = "greedy", "random"
+GREEDY, RANDOM, FULL = "greedy", "random", "full"
 
 
 class PlanTable:

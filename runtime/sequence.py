@@ -26,6 +26,7 @@ class Sequence:
     row: int = -1  # -1 = waiting
     num_computed_tokens: int = 0  # in the cache once the steps that were launched are done
     num_pending_tokens: int = 0  # sampled by steps that the host hasn't read yet: 0 or 1
+    needs_output: bool = False  # its next token depends on the last one in ways only the host knows
     is_finished: bool = False  # ended or aborted: tokens still to come are dropped
     num_scheduled_tokens: int = 0  # in the step being put together
 
@@ -43,12 +44,15 @@ class Sequence:
             seed=seed & 0xFFFF_FFFF_FFFF_FFFF,
             stop_token_ids=frozenset(eos) | frozenset(sampling.stop_token_ids),
             num_tokens=len(request.prompt_token_ids),
+            needs_output=sampling.needs_output,
         )
 
     @property
     def num_remaining_tokens(self) -> int:
-        """Tokens, known or pending, that aren't computed; 0 once the last one it may have is pending."""
-        if self.num_pending_tokens and self.num_output_tokens >= self.sampling.max_tokens:
+        """Tokens, known or pending, that aren't computed; 0 while a pending one is the last, or must be known first."""
+        if self.num_pending_tokens and (
+            self.needs_output or self.num_output_tokens >= self.sampling.max_tokens
+        ):
             return 0
         return self.num_tokens + self.num_pending_tokens - self.num_computed_tokens
 
@@ -61,7 +65,7 @@ class Sequence:
         """Add a sampled token; the finish reason if it was the last one."""
         self.output_token_ids.append(token_id)
         self.num_tokens += 1
-        if token_id in self.stop_token_ids:
+        if token_id in self.stop_token_ids and len(self.output_token_ids) >= self.sampling.min_tokens:
             return "stop"
         if len(self.output_token_ids) >= self.sampling.max_tokens:
             return "length"  # never past max_seq_len: prompt + max_tokens was checked at admission

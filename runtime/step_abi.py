@@ -29,14 +29,17 @@ HEADER_FIELDS = (
     "num_biases",  # live entries of the bias list
     "step_index_low",
     "step_index_high",
+    "num_grammar_masks",  # live rows of grammar_masks
+    "num_allowed_masks",  # and of allowed_masks
 )
 HEADER_WORDS = 16
 SYMBOLS = ("num_tokens", "num_seqs", "num_logits")  # symbols of the graph = live counts of the header
 FIELD_ALIGNMENT = 64
 
 MAX_LOGPROBS = 20
-MAX_BIASES_PER_ROW = 300
+MAX_BIASES_PER_ROW = 1024  # a request has no more, bans included
 MASK_WORD_BITS = 32
+IN_PROMPT = 1 << 31  # of a token count: the token is in the prompt
 
 
 class Bucket(msgspec.Struct, frozen=True):
@@ -101,12 +104,32 @@ def step_fields(groups: tuple[CacheGroup, ...], vocab_size: int) -> tuple[Field,
         Field("output_position", "int32", ("max_logits",)),  # index of the token being sampled in its output
         Field("num_logprobs", "int32", ("max_logits",)),  # -1 = none, 0 = the sampled token's, n = top n too
         Field("mask_rows", "int32", ("max_logits",)),  # row of grammar_masks; -1 = unconstrained
-        Field("bias_starts", "int32", ("max_logits+1",)),
+        Field("allowed_rows", "int32", ("max_logits",)),  # row of allowed_masks; -1 = all allowed
+        Field(
+            "bias_starts", "int32", ("max_logits+1",)
+        ),  # row i's: starts[i] .. starts[i + 1] - 1, each id once
+        # large and rarely live: a device may copy no more of these than the header's counts say
         Field("bias_token_ids", "int32", ("max_logits", MAX_BIASES_PER_ROW)),
         Field("bias_values", "float32", ("max_logits", MAX_BIASES_PER_ROW)),
         Field("grammar_masks", "uint32", ("max_logits", -(-vocab_size // MASK_WORD_BITS))),
+        Field("allowed_masks", "uint32", ("max_logits", -(-vocab_size // MASK_WORD_BITS))),
     ]
     return tuple(fields)
+
+
+# field at the end of the step block -> header word that counts its live items (of bias lists) or rows (of masks)
+LIVE_COUNTS = {
+    "bias_token_ids": "num_biases",
+    "bias_values": "num_biases",
+    "grammar_masks": "num_grammar_masks",
+    "allowed_masks": "num_allowed_masks",
+}
+
+
+def live_bytes(field: Field, capacities: dict[str, int], live: int) -> int:
+    """Bytes of one of LIVE_COUNTS' fields that are in use."""
+    shape, itemsize = resolve_dims(field, capacities), np.dtype(field.dtype).itemsize
+    return live * itemsize * (1 if field.name.startswith("bias_") else shape[1])
 
 
 def output_fields() -> tuple[Field, ...]:
@@ -114,14 +137,19 @@ def output_fields() -> tuple[Field, ...]:
     return (
         Field("sampled_token_ids", "int32", ("max_logits",)),
         Field("sampled_logprobs", "float32", ("max_logits",)),
+        Field("sampled_ranks", "int32", ("max_logits",)),  # 1 = the most likely; of the full variant alone
         Field("top_token_ids", "int32", ("max_logits", MAX_LOGPROBS)),
         Field("top_logprobs", "float32", ("max_logits", MAX_LOGPROBS)),
     )
 
 
-def row_fields() -> tuple[Field, ...]:
+def row_fields(vocab_size: int) -> tuple[Field, ...]:
     """What a running request's row keeps on the device between steps (memory class `rows`)."""
-    return (Field("last_token", "int32", ("max_rows",)),)
+    return (
+        Field("last_token", "int32", ("max_rows",)),
+        # bit 31: in the prompt; the other bits: times in the output. Of rows with penalties alone
+        Field("token_counts", "uint32", ("max_rows", vocab_size)),
+    )
 
 
 def resolve_dims(field: Field, capacities: dict[str, int]) -> tuple[int, ...]:

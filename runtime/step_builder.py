@@ -5,16 +5,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from castiron.runtime.block_manager import BlockManager
-from castiron.runtime.row_table import SAMPLING_FIELDS, RowTable
+from castiron.runtime.row_table import PENALTY_FIELDS, SAMPLING_FIELDS, RowTable
 from castiron.runtime.step_abi import HEADER_FIELDS, HEADER_WORDS
 
-_NEUTRAL = {  # per logit row: fields no request can set yet, and all of them where nothing is sampled
-    "repetition_penalty": 1.0,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-    "mask_rows": -1,
-}
-_NEUTRAL_SAMPLING = {
+_NEUTRAL_SAMPLING = {  # where nothing is sampled
     "sample_rows": -1,
     "temperature": 0.0,
     "top_k": 0,
@@ -35,6 +29,7 @@ class StepInput:
     counts: np.ndarray  # int32 [num_seqs], >= 1
     logit_tokens: np.ndarray  # int32 [num_logits], index among the step's tokens; may be empty
     sample_rows: np.ndarray  # int32, one a logit token, or empty: nothing is sampled
+    is_full: bool = False  # sampled by the full variant, which reads penalties, biases and masks
 
 
 def fill_step(
@@ -71,10 +66,11 @@ def fill_step(
         slots += offsets
 
     num_logits = _fill_sampling(views, step, rows, positions, num_tokens)
+    num_biases, num_masks = _fill_rules(views, step, rows) if step.is_full else (0, 0)
     header = views["header"]
     header[:HEADER_WORDS] = 0
-    live = (num_tokens, num_seqs, num_logits, max_query_len, 0, 0, step_index & 0x7FFFFFFF, step_index >> 31)
-    header[: len(HEADER_FIELDS)] = live
+    live = (num_tokens, num_seqs, num_logits, max_query_len, 0, num_biases)
+    header[: len(HEADER_FIELDS)] = (*live, step_index & 0x7FFFFFFF, step_index >> 31, 0, num_masks)
     return num_logits
 
 
@@ -97,7 +93,35 @@ def _fill_sampling(
     else:
         for name, value in _NEUTRAL_SAMPLING.items():
             views[name][:num_logits] = value
-    for name, value in _NEUTRAL.items():
-        views[name][:num_logits] = value
-    views["bias_starts"][: num_logits + 1] = 0
     return num_logits
+
+
+def _fill_rules(views: dict[str, np.ndarray], step: StepInput, rows: RowTable) -> tuple[int, int]:
+    """Penalties, biases and allowed ids of the sampled rows; how many biases and masks there are."""
+    owners, num_logits = step.sample_rows, len(step.sample_rows)
+    for name in PENALTY_FIELDS:
+        np.take(getattr(rows, name), owners, out=views[name][:num_logits], mode="clip")
+    views["mask_rows"][:num_logits] = -1
+    allowed_rows = views["allowed_rows"]
+    allowed_rows[:num_logits] = -1
+    starts = views["bias_starts"]
+    token_ids, values = views["bias_token_ids"].reshape(-1), views["bias_values"].reshape(-1)
+    num_biases = num_masks = 0
+    for place, row in enumerate(owners.tolist()):
+        starts[place] = num_biases
+        rules = rows.rules[row]
+        if rules is None:
+            continue
+        if rules.allowed is not None:
+            views["allowed_masks"][num_masks] = rules.allowed
+            allowed_rows[place] = num_masks
+            num_masks += 1
+        prompt_len = int(rows.prompt_lens[row])
+        output_len = int(views["output_position"][place])
+        biases = rules.biases_at(rows.token_ids[row, prompt_len : prompt_len + output_len])
+        end = num_biases + len(biases)
+        token_ids[num_biases:end] = list(biases)
+        values[num_biases:end] = list(biases.values())
+        num_biases = end
+    starts[num_logits] = num_biases
+    return num_biases, num_masks

@@ -118,7 +118,7 @@ def plan_header(
         max_rows=max_rows,
         arena_bytes=arena_bytes,
         weights_bytes=weights.num_bytes,
-        rows_bytes=layout(row_fields(), {"max_rows": max_rows})[1],
+        rows_bytes=layout(row_fields(vocab_size), {"max_rows": max_rows})[1],
         counters_bytes=counters_bytes,
         exchange_bytes=0,
         staging_bytes=staging_bytes,
@@ -180,7 +180,7 @@ def fixed_offsets(
     extents: dict[tuple[MemoryClass, str], int] = {}
     for memory_class, fields, sizes in (
         (MemoryClass.STEP, step_fields(groups, vocab_size), capacities),
-        (MemoryClass.ROWS, row_fields(), {"max_rows": max_rows}),
+        (MemoryClass.ROWS, row_fields(vocab_size), {"max_rows": max_rows}),
         (MemoryClass.STAGING, output_fields(), capacities),
     ):
         for name, offset in layout(fields, sizes)[0].items():

@@ -54,19 +54,19 @@ class CutFinder {
     // The first `count` tokens (1 <= count <= vocab); *mass_kept becomes the sum of their e^scaled.
     PrefixCut first_tokens(int64_t count, double *mass_kept) { return find(count, kNoMass, mass_kept); }
 
-    // The fewest first tokens, at least one, whose mass reaches `share` of `mass` (kAllMass: of the whole
-    // row).
-    PrefixCut first_mass(double share, double mass) {
+    // The fewest first tokens, at least one, whose e^scaled sum to `mass`.
+    PrefixCut first_mass(double mass) {
         double ignored;
-        if (mass == kAllMass) {
-            fill(20, 2047, 0, kInfinityRank);
-            mass = 0.0;
-            for (double bucket : histogram_.mass) mass += bucket;
-        }
-        return find(std::numeric_limits<int64_t>::max(), share * mass, &ignored);
+        return find(std::numeric_limits<int64_t>::max(), mass, &ignored);
     }
 
-    static constexpr double kAllMass = -1.0;
+    // The sum of e^scaled of all tokens from this scaled logit (<= 0) up.
+    double mass_from(float value) {
+        fill(20, 2047, 0, float_to_bits(0.0f - value));
+        double mass = 0.0;
+        for (double bucket : histogram_.mass) mass += bucket;
+        return mass;
+    }
 
   private:
     static constexpr double kNoMass = std::numeric_limits<double>::infinity();

@@ -109,20 +109,25 @@ void write_row(const Params &p, int64_t index, const ScaledLogits &row, int32_t 
     }
 }
 
-// Tokens that top_k, top_p (of what top_k leaves) and min_p (relative to the most likely token) keep.
+// Tokens that min_p (relative to the most likely one), top_k and then top_p (of what these leave) keep.
 PrefixCut find_cut(const ScaledLogits &row, int32_t top_k, float top_p, float min_p, char *scratch) {
     static_assert(sizeof(CutFinder::Histogram) <= kScratchBytes, "sampling scratch");
     CutFinder finder(row, *reinterpret_cast<CutFinder::Histogram *>(scratch));
     PrefixCut cut;
-    double mass = CutFinder::kAllMass;
-    if (top_k > 0 && top_k < row.vocab) cut = finder.first_tokens(top_k, &mass);
-    if (top_p < 1.0f) {
-        const PrefixCut by_mass = finder.first_mass(static_cast<double>(top_p), mass);
-        if (by_mass.keeps_less_than(cut)) cut = by_mass;
+    if (min_p > 0.0f) cut.value = std::min(std::log(min_p), 0.0f);
+    double mass = -1.0;  // of what the cut keeps, once it is known
+    if (top_k > 0 && top_k < row.vocab) {
+        double first_mass;
+        const PrefixCut by_count = finder.first_tokens(top_k, &first_mass);
+        if (by_count.keeps_less_than(cut)) {
+            cut = by_count;
+            mass = first_mass;
+        }
     }
-    if (min_p > 0.0f) {
-        const PrefixCut by_ratio{std::log(min_p), std::numeric_limits<int32_t>::max()};
-        if (by_ratio.keeps_less_than(cut)) cut = by_ratio;
+    if (top_p < 1.0f) {
+        if (mass < 0.0) mass = finder.mass_from(cut.value);
+        const PrefixCut by_mass = finder.first_mass(static_cast<double>(top_p) * mass);
+        if (by_mass.keeps_less_than(cut)) cut = by_mass;
     }
     return cut;
 }
@@ -167,24 +172,53 @@ void sample_greedy(const SampleGreedyParams &p, const Context &context) {
     }
 }
 
+// The token that the parameters of row `index` draw from its logits.
+template <typename Params>
+int32_t draw_token(const Params &p, int64_t index, const ScaledLogits &row, char *scratch) {
+    if (!(p.temperature[index] > 0.0f && row.largest > -kInfinity)) {
+        return first_with(row.logits, p.vocab, row.largest);
+    }
+    const PrefixCut cut = find_cut(row, p.top_k[index], p.top_p[index], p.min_p[index], scratch);
+    return sample_token(row, cut, p.seed[index], p.output_position[index]);
+}
+
 void sample_random(const SampleRandomParams &p, const Context &context) {
     const Range mine = share(live_count(p.count, context), context);
     for (int64_t i = mine.begin; i < mine.end; ++i) {
         const float *logits = p.logits + i * p.logits_stride;
         const ScaledLogits row{logits, p.vocab, largest_logit(logits, p.vocab), p.temperature[i]};
-        int32_t token;
-        if (p.temperature[i] > 0.0f && row.largest > -kInfinity) {
-            const PrefixCut cut = find_cut(row, p.top_k[i], p.top_p[i], p.min_p[i], context.scratch);
-            token = sample_token(row, cut, p.seed[i], p.output_position[i]);
-        } else {
-            token = first_with(logits, p.vocab, row.largest);
-        }
+        write_row(p, i, row, draw_token(p, i, row, context.scratch));
+    }
+}
+
+// 1 + the tokens that are more likely than this one; one without a logit is as likely as one of -infinity.
+int32_t rank_of(const ScaledLogits &row, int32_t token) {
+    const float own = row.logits[token];
+    const Vec least = splat(own == own ? own : -kInfinity);
+    int32_t rank = 1, i = 0;
+    for (; i + kVecLanes <= row.vocab; i += kVecLanes) {
+        rank += __builtin_popcount(lane_bits(greater(load(row.logits + i), least)));
+    }
+    for (; i < row.vocab; ++i) rank += row.logits[i] > (own == own ? own : -kInfinity);
+    return rank;
+}
+
+void sample_full(const SampleFullParams &p, const Context &context) {
+    const Range mine = share(live_count(p.count, context), context);
+    for (int64_t i = mine.begin; i < mine.end; ++i) {
+        const float *adjusted = p.adjusted + i * p.adjusted_stride;
+        const ScaledLogits drawn_from{adjusted, p.vocab, largest_logit(adjusted, p.vocab), p.temperature[i]};
+        const int32_t token = draw_token(p, i, drawn_from, context.scratch);
+        const float *logits = p.logits + i * p.logits_stride;
+        const ScaledLogits row{logits, p.vocab, largest_logit(logits, p.vocab), 1.0f};
         write_row(p, i, row, token);
+        p.sampled_ranks[i] = p.num_logprobs[i] >= 0 ? rank_of(row, token) : 0;
     }
 }
 
 CASTIRON_KERNEL("sample_greedy", SampleGreedyParams, sample_greedy);
 CASTIRON_KERNEL("sample_random", SampleRandomParams, sample_random);
+CASTIRON_KERNEL("sample_full", SampleFullParams, sample_full);
 
 }  // namespace
 }  // namespace castiron

@@ -1,4 +1,4 @@
-// top-k, top-p and min-p as a cut through the tokens ordered by scaled logit, largest first, and by id among
+// min-p, top-k and top-p as a cut through the tokens ordered by scaled logit, largest first, and by id among
 // equals. Scaled logits, (logit - largest) / temperature, are <= 0: their bits without the sign are ranks, 0
 // first, that order them.
 //
@@ -49,16 +49,15 @@ class CutFinder {
     // Each filter narrows the cut down further.
     __device__ __forceinline__ PrefixCut find(int top_k, float top_p, float min_p) {
         PrefixCut cut;
+        if (min_p > 0.0f) {
+            const float least = static_cast<float>(log(static_cast<double>(min_p)));
+            cut.rank = __float_as_uint(fmaxf(0.0f, -least));
+        }
         if (top_k > 0 && top_k < part_.vocab) {
             cut = narrowed(cut, static_cast<double>(top_k), false, [](uint32_t) { return 1.0; });
         }
         if (top_p < 1.0f) {
             cut = narrowed(cut, static_cast<double>(top_p), true, [](uint32_t rank) { return mass(rank); });
-        }
-        if (min_p > 0.0f) {
-            const float least = static_cast<float>(log(static_cast<double>(min_p)));
-            const uint32_t rank = __float_as_uint(fmaxf(0.0f, -least));
-            if (rank < cut.rank) cut = PrefixCut{rank, kLastToken};
         }
         return cut;
     }

@@ -28,6 +28,10 @@ class Device(Protocol):
         """
         ...
 
+    def write_row(self, field: str, row: int, values: np.ndarray) -> None:
+        """Set one row of a step_abi.row_fields array, after the launches so far and before the next."""
+        ...
+
     def launch(self, forward_index: int, sample_index: int | None) -> None:
         """Enqueue the forward plan, then the sampling plan if any, on the slot last given by step_views."""
         ...

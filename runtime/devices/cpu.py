@@ -19,7 +19,14 @@ from castiron.runtime.memory import check_memory
 from castiron.runtime.plan_check import step_bytes
 from castiron.runtime.plan_format import MemoryClass, PlanArrays, PlanHeader
 from castiron.runtime.printable import printable
-from castiron.runtime.step_abi import HEADER_FIELDS, bucket_capacities, output_fields, step_fields, views
+from castiron.runtime.step_abi import (
+    HEADER_FIELDS,
+    bucket_capacities,
+    output_fields,
+    row_fields,
+    step_fields,
+    views,
+)
 from castiron.runtime.weights_loader import load_weights
 
 POISON = 0xFF  # a float32 of these bytes is NaN, an int -1
@@ -61,6 +68,10 @@ class CpuDevice:
         self._records_address = self._records.ctypes.data
         self._step_address = self._memory[MemoryClass.STEP].ctypes.data
         self._step_views = [self._views_of_step(index) for index in range(len(self.header.plans))]
+        row_capacity = {"max_rows": self.header.max_rows}
+        self._row_views = views(
+            self._memory[MemoryClass.ROWS], row_fields(self.header.vocab_size), row_capacity
+        )
         self._output_views = [self._views_of_staging(index) for index in range(len(self.header.plans))]
         self._last_sample: int | None = None
         linked = time.perf_counter()
@@ -77,6 +88,10 @@ class CpuDevice:
         if self._poison:
             self._memory[MemoryClass.STEP].fill(POISON)
         return self._step_views[forward_index]
+
+    def write_row(self, field: str, row: int, values: np.ndarray) -> None:
+        """Set one row of a step_abi.row_fields array."""
+        self._row_views[field][row] = values
 
     def launch(self, forward_index: int, sample_index: int | None) -> None:
         """Run the forward plan, then the sampling plan; returns when they are done."""
@@ -107,7 +122,7 @@ class CpuDevice:
             self._library.destroy_pool(self._pool)
             self._pool = None
             self._memory, self._caches = {}, []
-            self._step_views, self._output_views = [], []
+            self._step_views, self._output_views, self._row_views = [], [], {}
 
     def _run(self, index: int) -> None:
         plan = self.header.plans[index]

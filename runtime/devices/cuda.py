@@ -25,9 +25,13 @@ from castiron.runtime.plan_format import MemoryClass, PlanHeader
 from castiron.runtime.printable import printable
 from castiron.runtime.step_abi import (
     HEADER_FIELDS,
+    HEADER_WORDS,
+    LIVE_COUNTS,
     bucket_capacities,
     layout,
+    live_bytes,
     output_fields,
+    row_fields,
     step_fields,
     views,
 )
@@ -37,7 +41,7 @@ OUTPUT_SLOTS = 3  # outputs of steps: two launches that weren't waited for, and 
 POISON = 0xFF  # a float32 or bf16 of these bytes is NaN, an int -1
 _MAX_LOADERS = 8  # threads that read weights
 # The first field that only some steps use: what comes before it is copied for every step.
-_OPTIONAL_FIELDS_START = "bias_starts"
+_COUNTED_FIELDS_START = "bias_token_ids"  # from here on a step copies what its counts say
 
 
 class GpuContext:
@@ -150,6 +154,18 @@ class CudaDevice:
             start = self._slot * self._step_bytes
             self._step_slots.array[start : start + self._step_bytes] = POISON
         return self._step_views[key]
+
+    def write_row(self, field: str, row: int, values: np.ndarray) -> None:
+        """Set one row of a step_abi.row_fields array, on the stream."""
+        fields = row_fields(self.header.vocab_size)
+        offsets, _ = layout(fields, {"max_rows": self.header.max_rows})
+        found = next(f for f in fields if f.name == field)
+        data = np.ascontiguousarray(values, found.dtype)
+        assert 0 <= row < self.header.max_rows and data.shape == found.dims[1:], (field, row, data.shape)
+        target = self._memory[MemoryClass.ROWS].address + offsets[field] + row * data.nbytes
+        self._context.make_current()
+        # from memory that isn't pinned: the driver has taken the values when the call returns
+        check(driver.cuMemcpyHtoDAsync(target, data.ctypes.data, data.nbytes, self._stream), "writing a row")
 
     def launch(self, forward_index: int, sample_index: int | None) -> None:
         """Enqueue the copy of the step, the forward graph, the sampling graph and the copy of its outputs."""
@@ -277,7 +293,7 @@ class CudaDevice:
         self._pinned.append(self._outputs)
         fields = step_fields(header.cache_groups, header.vocab_size)
         capacities = [self._capacities(index) for index in range(len(header.plans))]
-        self._copied_bytes = [layout(fields, c)[0][_OPTIONAL_FIELDS_START] for c in capacities]
+        self._copied_bytes = [layout(fields, c)[0][_COUNTED_FIELDS_START] for c in capacities]
         self._output_bytes = [layout(output_fields(), c)[1] for c in capacities]
 
     def _replay_empty(self) -> None:
@@ -309,6 +325,8 @@ class CudaDevice:
         check(
             driver.cuMemcpyHtoDAsync(step, slot, self._copied_bytes[forward_index], stream), "copying a step"
         )
+        for offset, num_bytes in self._counted_parts(forward_index):
+            check(driver.cuMemcpyHtoDAsync(step + offset, slot + offset, num_bytes, stream), "copying a step")
         timer = self._timer if self._is_timing else None
         if timer is not None:
             timer.begin(self._output_slot, stream)
@@ -324,6 +342,24 @@ class CudaDevice:
             check(driver.cuMemcpyDtoHAsync(target, staging, num_bytes, stream), "copying outputs")
         check(driver.cuEventRecord(self._done[self._output_slot], stream), "recording an event")
         self._launched.append((self._output_slot, sample_index))
+
+    def _counted_parts(self, index: int) -> list[tuple[int, int]]:
+        """Offset and bytes of the large fields of the current step that are in use: rarely any."""
+        key = self._slot, index
+        counts = (
+            self._step_views[key]["header"] if key in self._step_views else np.zeros(HEADER_WORDS, np.int32)
+        )
+        live = {name: int(counts[HEADER_FIELDS.index(name)]) for name in set(LIVE_COUNTS.values())}
+        if not any(live.values()):
+            return []
+        capacities = self._capacities(index)
+        fields = step_fields(self.header.cache_groups, self.header.vocab_size)
+        offsets, _ = layout(fields, capacities)
+        return [
+            (offsets[field.name], live_bytes(field, capacities, live[LIVE_COUNTS[field.name]]))
+            for field in fields
+            if live.get(LIVE_COUNTS.get(field.name, ""), 0)
+        ]
 
     def _run(self, index: int) -> None:
         if self._graphs:

@@ -90,7 +90,7 @@ def test_a_step_of_full_counts(tuning_engine: Path, info: TuningInfo) -> None:
     fields, capacities = step_fields(groups, header.vocab_size), bucket_capacities(bucket)
     block = np.full(layout(fields, capacities)[1], 0xFF, np.uint8)
     step = views(block, fields, capacities)
-    rows, blocks = RowTable(2, 256), BlockManager(groups, {"kv": 8}, 2)
+    rows, blocks = RowTable(2, 256, 307), BlockManager(groups, {"kv": 8}, 2)
     for _ in range(2):  # gives back what it takes
         fill_full_step(step, live, rows, blocks, header.vocab_size)
         assert rows.num_free == 2

@@ -101,13 +101,14 @@ def kept_tokens(
     """What the filters keep of one row, by sorting."""
     scaled = (logits.astype(np.float64) - logits.max()) / temperature
     order = sorted(range(len(logits)), key=lambda i: (-logits[i], i))
+    order = [i for i in order if min_p == 0.0 or scaled[i] >= np.log(np.float32(min_p))]
     if top_k > 0:
         order = order[:top_k]
     mass = np.exp(scaled[order])
     if top_p < 1.0:
         reached = np.cumsum(mass) >= top_p * mass.sum()
         order = order[: int(np.argmax(reached)) + 1]
-    return {i for i in order if min_p == 0.0 or scaled[i] >= np.log(np.float32(min_p))}
+    return set(order)
 
 
 def test_philox_reference_gives_the_published_test_vector() -> None:

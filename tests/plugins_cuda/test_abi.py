@@ -1,4 +1,4 @@
-"""Every CUDA kernel's spec matches its parameter struct in abi.cuh and its source. No GPU is needed."""
+"""Every CUDA kernel's spec matches its parameter struct (abi.cuh, logits_abi.cuh) and source. No GPU is needed."""
 
 import struct
 import subprocess
@@ -38,7 +38,7 @@ def packed_fields(parameters: tuple[KernelParameter, ...]) -> Iterator[tuple[Ker
 @needs_nvcc
 def test_specs_mirror_the_parameter_structs(tmp_path: Path) -> None:
     """Offsets and sizes of all fields, checked by the compiler that builds the kernels."""
-    lines = ['#include "abi.cuh"', "using namespace castiron;"]
+    lines = ['#include "logits_abi.cuh"', "using namespace castiron;"]
     for spec in SPECS.values():
         end = 0
         for field, offset, size in packed_fields(spec.parameters):

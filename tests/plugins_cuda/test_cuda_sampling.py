@@ -135,14 +135,14 @@ def scaled_logits(logits: np.ndarray, temperature: float) -> np.ndarray:
 def kept_tokens(scaled: np.ndarray, top_k: int, top_p: float, min_p: float) -> np.ndarray:
     """bool [vocab]: what the filters leave, by sorting."""
     order = np.argsort(-scaled, kind="stable")
+    if min_p > 0:
+        order = order[scaled[order] >= np.log(np.float32(min_p))]
     if top_k > 0:
         order = order[:top_k]
     mass = np.exp(scaled[order].astype(np.float64))
     keep = np.ones(len(order), bool)
     if top_p < 1:
         keep &= np.cumsum(mass) - mass < np.float64(np.float32(top_p)) * mass.sum()
-    if min_p > 0:
-        keep &= scaled[order] >= np.log(np.float32(min_p))
     keep[0] = True
     kept = np.zeros(len(scaled), bool)
     kept[order[keep]] = True

@@ -102,6 +102,9 @@ class SimulatedDevice:
         self._slot[:] = 0xAB  # whatever isn't filled is nonsense
         return self._views[forward_index]
 
+    def write_row(self, field: str, row: int, values: np.ndarray) -> None:
+        raise AssertionError("no request of this vocabulary's tests has penalties")
+
     def launch(self, forward_index: int, sample_index: int | None) -> None:
         forward = self.header.plans[forward_index]
         sample = None if sample_index is None else self.header.plans[sample_index]
@@ -170,10 +173,6 @@ class SimulatedDevice:
 
     def _sample(self, fields: dict[str, np.ndarray], sample: Plan) -> None:
         count = len(self._logits)
-        neutral = {"repetition_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0, "mask_rows": -1}
-        for name, value in neutral.items():
-            assert (fields[name][:count] == value).all(), name
-        assert (fields["bias_starts"][: count + 1] == 0).all()
         outputs = {
             f.name: np.full((count, *f.dims[1:]), -7, f.dtype)  # type: ignore[arg-type]
             for f in output_fields()

@@ -166,7 +166,7 @@ def make_plan() -> tuple[PlanHeader, PlanArrays]:
         max_rows=MAX_ROWS,
         arena_bytes=logits_offset + 4 * VOCAB * MAX_SEQS,
         weights_bytes=2 * packed,
-        rows_bytes=layout(row_fields(), {"max_rows": MAX_ROWS})[1],
+        rows_bytes=layout(row_fields(VOCAB), {"max_rows": MAX_ROWS})[1],
         counters_bytes=0,
         exchange_bytes=0,
         staging_bytes=staging,

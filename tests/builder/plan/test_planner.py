@@ -102,7 +102,7 @@ def test_every_address_lies_inside_its_memory_class(planned: PlannedEngine) -> N
         sizes = {
             MemoryClass.WEIGHTS: header.weights_bytes,
             MemoryClass.ARENA: header.arena_bytes,
-            MemoryClass.ROWS: layout(row_fields(), {"max_rows": 8})[1],
+            MemoryClass.ROWS: layout(row_fields(VOCAB_SIZE), {"max_rows": 8})[1],
             MemoryClass.STEP: step_bytes,
             MemoryClass.STAGING: header.staging_bytes,
         }
