@@ -19,7 +19,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from castiron.runtime.block_hash import Domains, block_key, encode_domains, root_key
+from castiron.runtime import block_hash
+from castiron.runtime.block_hash import Domains, encode_domains, root_key
 from castiron.runtime.cache_groups import ManagedGroup, PagedGroup, StateGroup, make_group
 from castiron.runtime.prefix_tree import PrefixNode, PrefixTree
 from castiron.runtime.step_abi import CacheGroup
@@ -270,7 +271,7 @@ class BlockManager:
                 return
             content = token_ids[place * size : (place + 1) * size].tobytes()
             if len(keys) == place + 1:
-                keys.append(block_key(keys[place], content))
+                keys.append(block_hash.block_key(keys[place], content))
             tip = prefix.tips[index] = tree.extend(tip, keys[place + 1], content)
             prefix.num_places[index] = place + 1
             if index == 0:
