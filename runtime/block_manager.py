@@ -204,14 +204,13 @@ class BlockManager:
     def chunk_tokens(self, start: int, count: int) -> int:
         """How many of `count` tokens from `start` on a prefill step should compute.
 
-        Where states are cached a chunk ends with a checkpoint, if it reaches one.
+        Where states are cached a chunk ends where a checkpoint can be hit, if it reaches such a place.
         """
-        if self._domains is not None:
-            for group in self.states:
-                end = start + count
-                end -= end % group.block_size
-                if end > start:
-                    count = end - start
+        if self._domains is not None and self.states:
+            end = start + count
+            end -= end % self._alignment
+            if end > start:
+                return end - start
         return count
 
     def confirm(self, row: int, num_tokens: int, token_ids: np.ndarray) -> None:
