@@ -21,7 +21,7 @@ import numpy as np
 
 from castiron.runtime import block_hash
 from castiron.runtime.block_hash import Domains, encode_domains, root_key
-from castiron.runtime.cache_groups import ManagedGroup, PagedGroup, StateGroup, make_group
+from castiron.runtime.cache_groups import ManagedGroup, PagedGroup, SlidingWindowGroup, StateGroup, make_group
 from castiron.runtime.prefix_tree import PrefixNode, PrefixTree
 from castiron.runtime.step_abi import CacheGroup
 
@@ -85,6 +85,7 @@ class BlockManager:
         )
         self.paged = tuple(group for group in self.groups if isinstance(group, PagedGroup))
         self.states = tuple(group for group in self.groups if isinstance(group, StateGroup))
+        self._windows = tuple(group for group in self.paged if isinstance(group, SlidingWindowGroup))
         self._of_tree = tuple(tuple(g for g in self.groups if g.block_size == size) for size in sizes)
         self._tree_of = tuple(sizes.index(group.block_size) for group in self.groups)
         self._alignment = math.lcm(*sizes)
@@ -222,7 +223,7 @@ class BlockManager:
         if prefix is not None:
             for index in range(len(self._trees)):
                 self._publish(row, prefix, index, num_tokens, token_ids)
-        for group in self.groups:
+        for group in self._windows:
             group.drop(row, num_tokens)
 
     def release(self, row: int) -> None:

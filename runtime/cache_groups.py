@@ -64,10 +64,6 @@ class ManagedGroup(ABC):
         """Let the row's content up to the end of this place be found, if it has it in a block of its own."""
 
     @abstractmethod
-    def drop(self, row: int, num_tokens: int) -> None:
-        """Give back what no token from `num_tokens` on reads."""
-
-    @abstractmethod
     def release(self, row: int) -> None:
         """Take everything from the row."""
 
@@ -121,12 +117,6 @@ class PagedGroup(ManagedGroup):
 
     def publish(self, row: int, place: int, node: PrefixNode) -> None:
         self.pool.publish(int(self.block_tables[row, place]), node)
-
-    def drop(self, row: int, num_tokens: int) -> None:
-        first = min(self.first_place(num_tokens), self._end[row])
-        if first > self._first[row]:
-            self._give_back(row, self._first[row], first)
-            self._first[row] = first
 
     def release(self, row: int) -> None:
         self._give_back(row, self._first[row], self._end[row])
@@ -184,6 +174,13 @@ class SlidingWindowGroup(PagedGroup):
             elif place <= self.first_place(end * self.block_size):
                 break
         return end * self.block_size
+
+    def drop(self, row: int, num_tokens: int) -> None:
+        """Give back what no token from `num_tokens` on reads."""
+        first = min(self.first_place(num_tokens), self._end[row])
+        if first > self._first[row]:
+            self._give_back(row, self._first[row], first)
+            self._first[row] = first
 
     def first_place(self, num_tokens: int) -> int:
         return max(0, num_tokens + 1 - self._window) // self.block_size
@@ -248,9 +245,6 @@ class StateGroup(ManagedGroup):
             self.pool.publish(int(self.write_slots[row]), node)
         elif num_tokens == self._read_tokens[row]:
             self.pool.publish(int(self.read_slots[row]), node)
-
-    def drop(self, row: int, num_tokens: int) -> None:
-        pass  # the slot that the last step read is left with the next step
 
     def release(self, row: int) -> None:
         self._leave_read_slot(row)

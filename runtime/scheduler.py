@@ -137,16 +137,16 @@ class Scheduler:
 
     def _schedule_running(self, budget: int) -> int:
         """Give running sequences their tokens, decoding ones first; the budget that is left."""
-        decoding = [s for s in self._running if s.num_remaining_tokens == 1]
-        prefilling = [s for s in self._running if s.num_remaining_tokens > 1]
-        for sequence in decoding + prefilling:
+        remaining = [(s, s.num_remaining_tokens) for s in self._running]
+        decoding = [item for item in remaining if item[1] == 1]
+        prefilling = [item for item in remaining if item[1] > 1]
+        for sequence, count in decoding + prefilling:
+            if budget == 0:
+                break
             if sequence.row < 0:
                 continue  # preempted a moment ago
-            count = min(sequence.num_remaining_tokens, budget)
-            if count == 0:
-                break
             if count > 1:
-                count = self.blocks.chunk_tokens(sequence.num_computed_tokens, count)
+                count = self.blocks.chunk_tokens(sequence.num_computed_tokens, min(count, budget))
             num_tokens = sequence.num_computed_tokens + count
             while not self.blocks.grow(sequence.row, num_tokens):
                 budget += self._preempt_last()
@@ -255,7 +255,9 @@ class Scheduler:
     def _take_step(self, scheduled: list[Sequence]) -> ScheduledStep:
         """Turn the counts given to sequences into a step and move them past it."""
         self._num_steps += 1
-        scheduled.sort(key=lambda s: s.num_remaining_tokens > 1)  # stable: decoding first, each part in order
+        chunks = [s for s in scheduled if s.num_scheduled_tokens > 1]
+        if chunks:  # single tokens first, each part in order
+            scheduled = [s for s in scheduled if s.num_scheduled_tokens == 1] + chunks
         rows = np.array([s.row for s in scheduled], np.int32)
         starts = np.array([s.num_computed_tokens for s in scheduled], np.int32)
         counts = np.array([s.num_scheduled_tokens for s in scheduled], np.int32)
@@ -264,11 +266,13 @@ class Scheduler:
         num_decoding = 0
         for place, sequence in enumerate(scheduled):
             count, sequence.num_scheduled_tokens = sequence.num_scheduled_tokens, 0
-            sequence.num_computed_tokens += count
-            if sequence.num_computed_tokens == sequence.num_tokens + sequence.num_pending_tokens:
+            num_computed = sequence.num_computed_tokens = sequence.num_computed_tokens + count
+            num_pending = sequence.num_pending_tokens
+            if num_computed == sequence.num_tokens + num_pending:
                 sampled.append(sequence)
                 reaches_end.append(place)
-                num_decoding += count == 1 and sequence.num_output_tokens > 0
+                if count == 1 and (num_pending or sequence.output_token_ids):
+                    num_decoding += 1
         last_tokens = np.cumsum(counts, dtype=np.int32) - 1
         if len(sampled) < len(scheduled):
             logit_tokens, sample_rows = last_tokens[reaches_end], rows[reaches_end]

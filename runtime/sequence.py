@@ -71,9 +71,10 @@ class Sequence:
     @property
     def num_remaining_tokens(self) -> int:
         """Tokens, known or pending, that aren't computed; 0 once the last one it may have is pending."""
-        if self.num_pending_tokens and self.num_output_tokens >= self.sampling.max_tokens:
+        num_pending = self.num_pending_tokens
+        if num_pending and len(self.output_token_ids) + num_pending >= self.sampling.max_tokens:
             return 0
-        return self.num_tokens + self.num_pending_tokens - self.num_computed_tokens
+        return self.num_tokens + num_pending - self.num_computed_tokens
 
     def num_steps_left(self, max_batched_tokens: int) -> int:
         """Steps until it ends, if nothing ends it before its max_tokens and it gets the whole token budget."""
