@@ -14,7 +14,7 @@ request's confirmed blocks stay findable, so a preempted one resumes from what i
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -40,6 +40,9 @@ class PrefixHit:
 
     num_tokens: int = 0
     nodes: tuple[Sequence[PrefixNode], ...] = ()  # for each tree, at least as many as the hit is long
+
+
+_NO_HIT = PrefixHit()
 
 
 @dataclass(slots=True)
@@ -150,23 +153,23 @@ class BlockManager:
         end = min(end, num_tokens - 1)
         return end - end % self._alignment - hit.num_tokens
 
-    def can_admit(
-        self, num_tokens: int, promised: Sequence[tuple[int, int]], hit: PrefixHit | None = None
-    ) -> bool:
-        """Whether a new row of `num_tokens` fits beside what rows are promised: pairs of row and tokens."""
-        hit = hit or PrefixHit()
-        for group, tree_index in zip(self.groups, self._tree_of, strict=True):
-            needed = group.num_needed(num_tokens, hit.nodes[tree_index] if hit.nodes else (), hit.num_tokens)
-            if (
-                needed + sum(group.num_promised(row, tokens) for row, tokens in promised)
-                > group.pool.num_free
-            ):
-                return False
-        return True
+    def left_beside(self, promised: Iterable[tuple[int, int]]) -> tuple[int, ...]:
+        """Free blocks of each group once rows have what they are promised: pairs of row and tokens."""
+        left = [group.pool.num_free for group in self.groups]
+        for row, num_tokens in promised:
+            for index, group in enumerate(self.groups):
+                left[index] -= group.num_promised(row, num_tokens)
+        return tuple(left)
 
-    def num_needed(self, num_tokens: int) -> tuple[int, ...]:
-        """Blocks of each group that a row of `num_tokens` tokens holds at most when it shares none."""
-        return tuple([group.num_needed(num_tokens, (), 0) for group in self.groups])
+    def num_needed(self, num_tokens: int, hit: PrefixHit = _NO_HIT) -> tuple[int, ...]:
+        """Free blocks of each group that a new row of `num_tokens` tokens takes: at least one."""
+        by_tree = hit.nodes or ((),) * len(self._trees)
+        return tuple(
+            [
+                group.num_needed(num_tokens, by_tree[tree_index], hit.num_tokens)
+                for group, tree_index in zip(self.groups, self._tree_of, strict=True)
+            ]
+        )
 
     def admit(self, row: int, keys: PrefixKeys | None, hit: PrefixHit) -> None:
         """Give an empty row the blocks of its hit, and let what it computes be found."""

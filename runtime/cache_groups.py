@@ -217,7 +217,11 @@ class StateGroup(ManagedGroup):
     def num_missing(self, row: int, num_tokens: int) -> int:
         if num_tokens <= self._num_tokens[row]:
             return 0
-        return int(self.write_slots[row] < 0 or self._is_checkpoint(row))
+        if self.write_slots[row] < 0:
+            return 1
+        read = int(self.read_slots[row])
+        leaves_one = read not in (ZERO_SLOT, self.write_slots[row]) and self.pool.ref_counts[read] == 1
+        return int(self._is_checkpoint(row) and not leaves_one)
 
     def adopt(self, row: int, nodes: Sequence[PrefixNode], num_hit_tokens: int) -> None:
         slot = self._hit_slot(nodes, num_hit_tokens)

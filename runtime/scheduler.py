@@ -159,11 +159,17 @@ class Scheduler:
 
     def _admit_waiting(self, budget: int) -> None:
         """Start waiting sequences while a row, budget and blocks for all their tokens are left."""
-        promised: list[tuple[int, int]] | None = None
+        left: Amounts | None = None  # blocks of each group beside what running ones are promised
         front: Sequence | None = None  # the first that waits for blocks
         reservation: Reservation | None = None
         place = 0
         while place < min(len(self._waiting), MAX_PASSED_OVER) and budget > 0 and self.rows.num_free:
+            if left is None:
+                left = self.blocks.left_beside(
+                    (s.row, s.num_tokens + s.num_pending_tokens + 1) for s in self._running
+                )
+            if min(left) <= 0:
+                return  # whoever starts takes a block of each group
             sequence = self._waiting[place]
             place += 1
             if sequence.num_pending_tokens:
@@ -171,9 +177,8 @@ class Scheduler:
             hit = self._lookup(sequence)
             if self._waits_for_prefix(sequence, hit):
                 continue
-            if promised is None:
-                promised = [(s.row, s.num_tokens + s.num_pending_tokens + 1) for s in self._running]
-            if not self.blocks.can_admit(sequence.num_tokens + 1, promised, hit):
+            needed = self.blocks.num_needed(sequence.num_tokens + 1, hit)
+            if any(count > free for count, free in zip(needed, left, strict=True)):
                 front = front or sequence
                 continue
             if front is not None:
@@ -181,10 +186,10 @@ class Scheduler:
                 end = self._num_steps + sequence.num_steps_left(self.max_batched_tokens)
                 if self._num_steps >= front.start_by or not reservation.lets_pass(end, self._most(sequence)):
                     continue
-                reservation = None  # one more runs: made anew for the next
+                reservation = None  # one more will run
             place -= 1
             budget -= self._start(sequence, hit, budget)
-            promised.append((sequence.row, sequence.num_tokens + 1))
+            left = tuple([free - count for count, free in zip(needed, left, strict=True)])
 
     def _lookup(self, sequence: Sequence) -> PrefixHit:
         if sequence.skip_cache_read or sequence.prefix_keys is None:
@@ -232,8 +237,10 @@ class Scheduler:
 
     def _most(self, sequence: Sequence) -> Amounts:
         """What a sequence may hold at most until it ends: blocks of each group and a row."""
-        num_tokens = len(sequence.prompt_token_ids) + sequence.sampling.max_tokens
-        return (*self.blocks.num_needed(num_tokens), 1)
+        if not sequence.most_held:
+            num_tokens = len(sequence.prompt_token_ids) + sequence.sampling.max_tokens
+            sequence.most_held = (*self.blocks.num_needed(num_tokens), 1)
+        return sequence.most_held
 
     def _preempt_last(self) -> int:
         """Let the running sequence that is last in order wait again; the tokens it had in this step."""

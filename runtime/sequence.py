@@ -35,6 +35,9 @@ class Sequence:
     is_finished: bool = False  # ended or aborted: tokens still to come are dropped
     num_scheduled_tokens: int = 0  # in the step being put together
     num_cached_tokens: int = -1  # of its prompt, when it first started; -1 = it hasn't
+    most_held: tuple[
+        int, ...
+    ] = ()  # blocks of each group and a row, at most until it ends; () = not computed
     start_by: int = -1  # step up to which it may be overtaken while it waits for blocks; -1 = it doesn't
 
     @classmethod

@@ -29,10 +29,17 @@ def lookup(
     return keys, blocks.lookup(keys, np.array(tokens, np.int32))
 
 
+def fits(
+    blocks: BlockManager, num_tokens: int, *promised: tuple[int, int], hit: PrefixHit | None = None
+) -> bool:
+    (needed,), (left,) = blocks.num_needed(num_tokens, hit or PrefixHit()), blocks.left_beside(promised)
+    return needed <= left
+
+
 def start(blocks: BlockManager, row: int, tokens: Sequence[int], domains: Domains = ()) -> int:
     """Admit a row with room for its tokens; how many are cached."""
     keys, hit = lookup(blocks, tokens, domains)
-    assert blocks.can_admit(len(tokens), [], hit)
+    assert fits(blocks, len(tokens), hit=hit)
     blocks.admit(row, keys, hit)
     assert blocks.grow(row, len(tokens))
     blocks.check_integrity()
@@ -102,10 +109,10 @@ def test_a_row_grows_in_every_group_or_in_none() -> None:
 def test_admission_counts_blocks_promised_to_growing_rows() -> None:
     blocks = manager(6)
     assert blocks.grow(0, 4)
-    assert blocks.can_admit(20, [])
-    assert not blocks.can_admit(21, [])
-    assert blocks.can_admit(12, [(0, 12)])  # two more are promised to row 0
-    assert not blocks.can_admit(13, [(0, 12)])
+    assert blocks.left_beside([]) == (5,)
+    assert blocks.left_beside([(0, 12)]) == (3,), "two more are promised to row 0"
+    assert fits(blocks, 20) and not fits(blocks, 21)
+    assert fits(blocks, 12, (0, 12)) and not fits(blocks, 13, (0, 12))
 
 
 def test_an_unknown_group_is_refused_by_name() -> None:
@@ -210,11 +217,11 @@ def test_a_hit_on_free_blocks_counts_as_taking_them() -> None:
     blocks.release(0)
     hit = lookup(blocks, range(9))[1]
     assert hit.num_tokens == 8
-    assert blocks.can_admit(12, [], hit) and not blocks.can_admit(13, [], hit)
+    assert fits(blocks, 12, hit=hit) and not fits(blocks, 13, hit=hit)
     assert blocks.grow(1, 1)
-    assert not blocks.can_admit(9, [], hit), "two cached ones and a fresh one, of two that are free"
+    assert not fits(blocks, 9, hit=hit), "two cached ones and a fresh one, of two that are free"
     compute(blocks, 2, range(4))  # holds the first
-    assert not blocks.can_admit(9, [], hit)
+    assert not fits(blocks, 9, hit=hit)
 
 
 def test_of_rows_that_compute_the_same_one_publishes() -> None:

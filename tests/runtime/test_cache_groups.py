@@ -194,6 +194,17 @@ def test_a_state_grows_only_if_a_slot_for_the_next_checkpoint_is_free() -> None:
     blocks.check_integrity()
 
 
+def test_two_slots_are_enough_for_a_sequence_alone_whatever_its_steps() -> None:
+    for size in (1, 3, 4, 8, 16):
+        blocks = manager(STATE, num_blocks=3)
+        assert tokens_of_blocks(STATE, 3, 8) == 64
+        for turn in range(2):
+            start = admit(blocks, 0, range(64))
+            assert (start > 0) == (turn == 1)
+            advance(blocks, 0, range(64), *range(start + size, 65, size))
+            blocks.release(0)
+
+
 def test_a_hit_needs_every_group_at_a_length_that_all_can_start_from() -> None:
     blocks = manager(KV, LATENT, STATE, SLIDING)
     assert admit(blocks, 0, range(40)) == 0
