@@ -35,15 +35,21 @@ def block_key(parent_key: bytes, token_ids: bytes) -> bytes:
 
 
 def engine_domains(manifest: Manifest) -> Domains:
-    """What all blocks of an engine have in common: other weights, plans or cache dtypes never share a key."""
+    """What all blocks of an engine have in common: other weights, plans or cache dtypes never share a key.
+
+    One domain, whose value is the sha256 of these.
+    """
     members = sorted(
         (member.name, member.sha256)
         for member in manifest.members
         if member.name.startswith(("weights/", "plan."))
     )
     weights = (manifest.weights_source, members)  # dummy weights have no members
-    return (
-        ("model", msgspec.json.encode(manifest.model)),
-        ("weights and plan", msgspec.json.encode(weights)),
-        ("cache dtype", manifest.quantization.cache_dtype.encode()),
+    parts = encode_domains(
+        (
+            ("model", msgspec.json.encode(manifest.model)),
+            ("weights and plan", msgspec.json.encode(weights)),
+            ("cache dtype", manifest.quantization.cache_dtype.encode()),
+        )
     )
+    return (("engine", hashlib.sha256(parts).digest()),)

@@ -96,8 +96,8 @@ class Scheduler:
         unit = self.blocks.unit
         for place in np.flatnonzero(ends // unit != starts // unit).tolist():
             sequence = step.sequences[place]
-            # one that left its row meanwhile may have another by now, but none of whose steps is this one
-            if sequence.row >= 0 and sequence.num_computed_tokens >= ends[place]:
+            if sequence.row >= 0:  # it starts again only once all its older steps are read
+                assert sequence.num_computed_tokens >= ends[place]
                 self.blocks.confirm(sequence.row, int(ends[place]), self.rows.token_ids[sequence.row])
 
     def schedule(self) -> ScheduledStep | None:
@@ -172,8 +172,7 @@ class Scheduler:
                 return  # whoever starts takes a block of each group
             sequence = self._waiting[place]
             place += 1
-            if sequence.num_pending_tokens:
-                continue  # preempted a moment ago: the token it still gets is read on the host
+            assert sequence.num_pending_tokens == 0, "what was preempted a step ago has been read"
             hit = self._lookup(sequence)
             if self._waits_for_prefix(sequence, hit):
                 continue
