@@ -30,7 +30,7 @@ from castiron.runtime.sequence import Sequence
 from castiron.runtime.step_builder import StepInput
 from castiron.runtime.waiting_queue import ORDER, WaitingQueue
 
-MAX_PASSED_OVER = 32  # waiting sequences that may stay behind in a step before the rest isn't looked at
+MAX_PASSED_OVER = 16  # waiting sequences that may stay behind in a step before the rest isn't looked at
 
 
 @dataclass(frozen=True)
