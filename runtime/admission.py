@@ -47,10 +47,9 @@ def validate_request(request: AddRequest, info: EngineInfo) -> None:
 
 
 def _check_cache_salt(salt: str) -> None:
-    if not 1 <= len(salt) <= MAX_CACHE_SALT or not salt.isprintable():
+    if type(salt) is not str or not 1 <= len(salt) <= MAX_CACHE_SALT or not salt.isprintable():
         raise RequestError(
-            f"`cache_salt` is {salt[:40]!r} ({len(salt)} characters), expected 1 to {MAX_CACHE_SALT} printable "
-            f"ones",
+            f"`cache_salt` is {salt!r:.40}, expected text of 1 to {MAX_CACHE_SALT} printable characters",
             "cache_salt",
         )
 

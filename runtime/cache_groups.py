@@ -190,7 +190,8 @@ class SlidingWindowGroup(PagedGroup):
 
 
 class StateGroup(ManagedGroup):
-    """A slot a row, which each step reads and writes; a place's content is the state after its last token.
+    """A slot a row, which each step reads and writes; a place's content is the state after its last token, so
+    block_size is the distance of checkpoints.
 
     A step that ends with a place leaves a checkpoint: the next one reads that slot and writes a fresh one, and
     once confirmed the checkpoint can be found. A hit reads a checkpoint and writes a slot of its own.

@@ -97,10 +97,10 @@ def test_only_requests_of_the_same_salt_share() -> None:
     assert cached == [0, 0, 16, 0, 16, 0]
 
 
-@pytest.mark.parametrize("salt", ["", "a" * 257, "line\nbreak", "\ud800"])
-def test_a_salt_that_is_no_short_printable_text_is_refused(salt: str) -> None:
+@pytest.mark.parametrize("salt", ["", "a" * 257, "line\nbreak", "\ud800", 5])
+def test_a_salt_that_is_no_short_printable_text_is_refused(salt: object) -> None:
     engine = simulated_engine()
-    with pytest.raises(RequestError, match="expected 1 to 256 printable") as error:
+    with pytest.raises(RequestError, match="expected text of 1 to 256 printable") as error:
         engine.add_request(request("a", prompt(3), 2, cache_salt=salt))
     assert error.value.param == "cache_salt"
     engine.validate(request("a", prompt(3), 2, cache_salt="a" * 256))
