@@ -79,5 +79,5 @@ def test_what_does_not_fit_is_refused() -> None:
 
 def test_an_engine_with_states_is_refused() -> None:
     engine = simulated_engine(groups=(CacheGroup("gdn", "state", 8, 0),))
-    with pytest.raises(InputError, match="keeps a state of its tokens .cache group gdn."):
+    with pytest.raises(InputError, match=r"keeps a state of its tokens \(cache group gdn\)"):
         forward_logits(engine, [[1, 2, 3]])
