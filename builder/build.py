@@ -91,11 +91,6 @@ def build_engine(options: BuildOptions, quiet: bool = False) -> BuildResult:
         raise InputError(
             f"{flag} is for CUDA targets, {target.name} has one kernel for each op: leave it out"
         )
-    if options.batch_invariant and not target.is_row_stable:
-        raise InputError(
-            f"--batch-invariant is not there on {target.name}, whose kernels' sums depend on the bucket: "
-            "leave it out, or build for cpu"
-        )
     if options.output is not None:
         check_output_file(options.output, ".engine", options.model)
     if options.dump_passes is not None:
@@ -213,6 +208,7 @@ def _plan(
             # a finished sequence's row may still be in flight while its successor starts
             max_rows=2 * opened.profile.max_seqs,
             chooser=target.kernel_chooser(stored_tactics(options, target)),
+            batch_invariant=options.batch_invariant and not target.is_row_stable,
         )
         needs = memory_needs(planned.header, opened.profile)
         if target.is_local:
@@ -335,7 +331,7 @@ def _report(
         golden_level=golden_level,
         warnings=(*target.warnings, *opened.model.warnings),
         batch_invariant=options.batch_invariant,
-        row_stable=target.is_row_stable,
+        row_stable=target.is_row_stable or options.batch_invariant,
         tuning=built.tuning,
     )
 
@@ -365,6 +361,7 @@ def _manifest(
         weights_source="dummy" if options.weights == "dummy" else "file",
         source_format=opened.checkpoint.source_format,
         source_files=source_files,
+        row_stable=target.is_row_stable or options.batch_invariant,
         purpose=PURPOSE_SERVING if built.tuning is None else PURPOSE_TUNING,
     )
 

@@ -103,7 +103,7 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--batch-invariant",
         action="store_true",
-        help="a row's result doesn't depend on the batch (always so on the CPU)",
+        help="the same bits for a request alone, in a batch, in chunks, from the cache: slower (always so on the CPU)",
     )
     add("--recipe", type=Path, metavar="FILE", help="these options as JSON or TOML; flags given here win")
     add(

@@ -60,6 +60,7 @@ def make_manifest(
     weights_source: str,
     source_format: str,
     source_files: dict[str, str],
+    row_stable: bool,
     purpose: str,
 ) -> Manifest:
     """The manifest without its members, which the writer fills in."""
@@ -80,7 +81,7 @@ def make_manifest(
         quantization=quantization,
         weights=weights,
         weights_source=weights_source,
-        row_stable=target.is_row_stable,
+        row_stable=row_stable,
         features=FEATURES,
         provenance=Provenance(
             castiron_version=castiron.__version__,

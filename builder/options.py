@@ -33,7 +33,7 @@ class BuildOptions:
     tune: bool = False  # make a tuning engine: it carries all candidate kernels, for bench-engine tune
     tactics: str | None = None  # file of measured times, or "none"; None: those of configs/tuning/
     batch_invariant: bool = (
-        False  # a row's result doesn't depend on the batch; the CPU target always holds it
+        False  # a row's bits don't depend on batch, chunking or cache; always so on the CPU
     )
     dry_run: bool = False  # print the plan, write nothing
     dump_passes: Path | None = None  # folder for the graph after each pass
@@ -63,6 +63,10 @@ class BuildOptions:
         _check_choice("--weights", self.weights, WEIGHTS_MODES)
         if self.tune and self.tactics is not None:
             raise InputError("--tactics chooses kernels, --tune carries all of them to time: leave one out")
+        if self.tune and self.batch_invariant:
+            raise InputError(
+                "--batch-invariant chooses among kernels, --tune carries all of them to time: leave one out"
+            )
         if self.tune and self.weights == "random":
             raise InputError(
                 "--weights random writes weights, --tune makes them up when it times: leave one out"

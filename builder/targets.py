@@ -75,7 +75,7 @@ class Target:
 
     @property
     def is_row_stable(self) -> bool:
-        """Whether a token's result never depends on batch, bucket or chunking."""
+        """Whether a token's result never depends on batch, bucket or chunking, whatever the build asks for."""
         return self.kind == "cpu"
 
 

@@ -224,6 +224,7 @@ def _decode(head_dim: int, warps: int, per_sm: int) -> CudaKernelSpec:
         static_shared_bytes=_STATIC_SHARED_BYTES,
         scratch_bytes=_scratch_bytes(ctas),
         counters_bytes=_counters_bytes(ctas),
+        order=None,  # sequences are split so that all CTAs have as much to do
         why_not=_attention_why_not(head_dim, MOST_DECODE_QUERY_LEN),
         cost=_decode_cost(warps),
     )
@@ -255,6 +256,7 @@ def _mixed(head_dim: int, *, wgmma: bool) -> CudaKernelSpec:
         static_shared_bytes=_STATIC_SHARED_BYTES,
         scratch_bytes=_scratch_bytes(_split_ctas),
         counters_bytes=_counters_bytes(_split_ctas),
+        order=None,
         why_not=_attention_why_not(head_dim, 0),
         cost=_mixed_cost(6.0, WGMMA_FLOPS_PER_US if wgmma else MMA_FLOPS_PER_US),
     )

@@ -58,8 +58,16 @@ class CudaKernelSpec(KernelSpec):
     boxes: Mapping[str, tuple[int, int]] = field(
         default_factory=dict
     )  # parameter of type t -> (columns, rows)
+    # Kernels of an op with the same order of sums give a row the same bits, whatever else the step holds. "": this one
+    # shares its order with no other. None: its rows' bits depend on the rest of the step.
+    order: str | None = ""
     why_not: Callable[[Sizes], str] = _any  # "" = supports these sizes, else the reason
     cost: Callable[[Sizes], float] = lambda _: 1.0
+
+    @property
+    def row_order(self) -> str | None:
+        """Name of the order in which a row's sums are formed; None if it depends on the rest of the step."""
+        return self.name if self.order == "" else self.order
 
 
 def why_not_on(spec: CudaKernelSpec, gpu: Gpu, sizes: Sizes) -> str:

@@ -39,10 +39,10 @@ _SPLIT_SLOWDOWN = {16: 1.2, 32: 1.2, 64: 1.55, 128: 1.55}
 # To dequantize and multiply 64 x 64 int4 weights, by CTAs that fit on a multiprocessor, and tokens; other
 # quantized weights take longer.
 _TILE_MICROSECONDS = {
-    1: {32: 0.1, 64: 0.122, 128: 0.174, 256: 0.33},
-    2: {16: 0.21, 32: 0.24, 64: 0.29, 128: 0.45},
+    1: {32: 0.08, 64: 0.102, 128: 0.15, 256: 0.29},
+    2: {16: 0.17, 32: 0.19, 64: 0.25, 128: 0.4},
 }
-_OTHER_TILES = 1.5
+_OTHER_TILES = 1.8
 
 
 @dataclass(frozen=True)
@@ -192,6 +192,7 @@ def _spec(scheme: str, tiling: Tiling, dtype: str) -> CudaKernelSpec:
         cluster=(tiling.cluster, 1, 1),
         shared_bytes=lambda _: SHARED_BYTES[tiling.per_sm],
         boxes={"x": (_BOX_BYTES // inputs.x_bytes, tiling.tokens // tiling.multicast)},
+        order=f"linear_many.s{tiling.split_k}",  # k in turn in each part, then the parts: no tile size changes it
         why_not=_why_not(scheme, tiling),
         cost=_cost(scheme, tiling),
     )

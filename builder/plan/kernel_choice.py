@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from castiron.builder.dims import format_dim
 from castiron.builder.graph import symbol_of
 from castiron.builder.plan.launches import Launch, LaunchShape, Program
+from castiron.builder.plan.reduction_orders import choose_order
 from castiron.builder.plan.tactics import (
     Alternatives,
     Candidate,
@@ -13,6 +14,7 @@ from castiron.builder.plan.tactics import (
     StoredTactics,
     TacticUse,
     decide,
+    row_order,
     tactic_key,
 )
 from castiron.builder.plan.views import View, is_dense
@@ -36,7 +38,11 @@ class KernelChooser:
     """Chooses among one target's kernels, and notes in `uses` and `tactics` what it chose and refused."""
 
     def __init__(
-        self, specs: Iterable[KernelSpec], gpu: Gpu | None, target: str, stored: StoredTactics | None = None
+        self,
+        specs: Iterable[KernelSpec],
+        gpu: Gpu | None,
+        target: str,
+        stored: StoredTactics | None = None,
     ) -> None:
         """gpu: None on the CPU; target: its name, for messages; stored: measured times."""
         self.uses: dict[str, KernelUse] = {}
@@ -46,6 +52,7 @@ class KernelChooser:
         self._stored = stored
         self._alternatives: dict[Hashable, Alternatives] = {}  # of launches that look alike,
         self._decisions: dict[Hashable, tuple[Candidate, TacticUse]] = {}  # and which of them is taken
+        self._orders: dict[Hashable, str] = {}  # the only order of sums they may have, whatever the bucket
         self._by_op: dict[str, list[KernelSpec]] = {}
         for spec in specs:
             self._by_op.setdefault(spec.op, []).append(spec)
@@ -54,6 +61,30 @@ class KernelChooser:
     def has_programmatic_edges(self) -> bool:
         """Whether a kernel may start before the one ahead of it has ended."""
         return self._gpu is not None and self._gpu.has_programmatic_edges
+
+    def settle_orders(self, programs: Iterable[Program], buckets: Iterable[Bucket]) -> None:
+        """From now on choose kernels of one order of sums for a launch in all buckets: batch-invariant plans.
+
+        Raises InputError listing the kernels of a node that has no such order.
+        """
+        buckets = list(buckets)
+        for launch in (launch for program in programs for launch in program.launches):
+            look = _look(launch)
+            if look in self._orders:
+                continue
+            times = []
+            for bucket in buckets:
+                found = self.alternatives(launch, bucket)
+                measured = self._stored.times(found)[0] if self._stored is not None else {}
+                times.append([(c.spec, measured.get(c.spec.name, c.cost)) for c in found.candidates])
+            order = choose_order(times)
+            if order is None:
+                names = sorted({spec.name for bucket_times in times for spec, _ in bucket_times})
+                raise InputError(
+                    f"--batch-invariant: no {self._target} kernels for node {launch.node} ({launch.op}) sum in one "
+                    f"order in all buckets (there are {', '.join(names)}): leave it out"
+                )
+            self._orders[look] = order
 
     def choose(self, program: Program, bucket: Bucket) -> Program:
         """The program with a kernel for every launch, at the bucket's capacities.
@@ -67,7 +98,7 @@ class KernelChooser:
 
         Raises InputError listing each candidate and why it said no, if there is none.
         """
-        look = _look(launch, bucket)
+        look = _look(launch), bucket
         if look not in self._alternatives:
             self._alternatives[look] = self._find(launch, bucket)
         found = self._alternatives[look]
@@ -106,9 +137,9 @@ class KernelChooser:
 
     def _choose(self, launch: Launch, bucket: Bucket) -> Launch:
         found = self.alternatives(launch, bucket)
-        look = _look(launch, bucket)
+        look, order = (_look(launch), bucket), self._orders.get(_look(launch))
         if look not in self._decisions:
-            self._decisions[look] = decide(found, self._stored)
+            self._decisions[look] = decide(found, self._stored, order)
         chosen, tactic = self._decisions[look]
         if chosen.shape is not None:
             self.tactics.setdefault(tactic.key.text, tactic).launches += 1
@@ -117,19 +148,25 @@ class KernelChooser:
             refused = dict(found.refused)
             for candidate in found.candidates:
                 if candidate.spec is not spec:
-                    by_time = " by measured times" if tactic.origin == "measured" else ""
-                    refused[candidate.spec.name] = f"{spec.name} comes first{by_time}" + (
-                        f" (estimate {candidate.cost:.1f} us)" if candidate.cost else ""
-                    )
+                    refused[candidate.spec.name] = _why_second(candidate, spec, tactic, order)
             self.uses[spec.name] = KernelUse(launch.op, refused=refused)
         self.uses[spec.name].launches += 1
         return replace(launch, spec=spec, shape=chosen.shape)
 
 
-def _look(launch: Launch, bucket: Bucket) -> Hashable:
-    """All that the choice of a kernel depends on: launches of equal looks have the same candidates."""
+def _why_second(candidate: Candidate, taken: KernelSpec, tactic: TacticUse, order: str | None) -> str:
+    """Why a candidate was not taken."""
+    if order is not None and row_order(candidate.spec) != order:
+        return f"--batch-invariant: sums in another order than {order}"
+    by_time = " by measured times" if tactic.origin == "measured" else ""
+    estimate = f" (estimate {candidate.cost:.1f} us)" if candidate.cost else ""
+    return f"{taken.name} comes first{by_time}{estimate}"
+
+
+def _look(launch: Launch) -> Hashable:
+    """What beside the bucket the choice of a kernel depends on: launches of equal looks have the same candidates."""
     views = tuple(map(_view_look, (*launch.inputs, *launch.outputs)))
-    return launch.op, len(launch.inputs), views, tuple(sorted(launch.attributes.items())), bucket
+    return launch.op, len(launch.inputs), views, tuple(sorted(launch.attributes.items()))
 
 
 def _view_look(view: View | None) -> Hashable:

@@ -52,14 +52,18 @@ def plan_engine(
     vocab_size: int,
     max_rows: int,
     chooser: KernelChooser,
+    batch_invariant: bool = False,
 ) -> PlannedEngine:
     """Plan a forward program and its sampling programs for every (ladder, bucket).
 
-    Raises InputError if no kernel of the chooser can compute a node.
+    batch_invariant: a row's results are the same bits in every bucket. Raises InputError if no kernel of the
+    chooser can compute a node (so).
     """
     caches = cache_tensors(forward.states)
     indices = {tensor.name: index for index, tensor in enumerate(caches)}
     lowered = [lower(program, indices) for program in (forward, *sampling)]
+    if batch_invariant:
+        chooser.settle_orders(lowered, (bucket for _, bucket in buckets))
     emitter = PlanEmitter(chooser.has_programmatic_edges)
     arena_bytes = staging_bytes = counters_bytes = 0
     unshared: dict[str, int] = {}

@@ -100,13 +100,20 @@ class StoredTactics:
         return times, "measured"
 
 
-def decide(alternatives: Alternatives, stored: StoredTactics | None) -> tuple[Candidate, TacticUse]:
-    """The kernel a launch gets, and what the report says about it. There must be a candidate."""
-    candidates = alternatives.candidates
+def decide(
+    alternatives: Alternatives, stored: StoredTactics | None, order: str | None = None
+) -> tuple[Candidate, TacticUse]:
+    """The kernel a launch gets, of those that sum in `order` if it is given, and what the report says about it.
+
+    There must be a candidate.
+    """
+    candidates = [c for c in alternatives.candidates if order in (None, row_order(c.spec))]
     times: dict[str, float] = {}
     origin: Origin = "only" if len(candidates) == 1 else "untuned"
     if stored is not None and len(candidates) > 1:
         times, origin = stored.times(alternatives)
+        if times and not any(c.spec.name in times for c in candidates):  # none was worth timing
+            times, origin = {}, "untuned"
     ranked = sorted(  # the first of equals stays first
         (
             (times[c.spec.name] if times else c.cost, c)
@@ -118,6 +125,11 @@ def decide(alternatives: Alternatives, stored: StoredTactics | None) -> tuple[Ca
     us, chosen = ranked[0]
     runners_up = tuple((c.spec.name, us) for us, c in ranked[1 : 1 + MOST_RUNNERS_UP])
     return chosen, TacticUse(alternatives.key, chosen.spec.name, origin, us, runners_up)
+
+
+def row_order(spec: KernelSpec) -> str | None:
+    """CudaKernelSpec.row_order; of a CPU kernel its name: each one's rows stand alone."""
+    return spec.row_order if isinstance(spec, CudaKernelSpec) else spec.name
 
 
 def prune(candidates: Iterable[Candidate]) -> list[Candidate]:

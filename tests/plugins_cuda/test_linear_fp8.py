@@ -163,6 +163,20 @@ def test_inputs_written_late_are_waited_for_and_runs_repeat_bit_for_bit(name: st
     assert torch.equal(case.run(spec), first)
 
 
+@pytest.mark.parametrize("split", [1, 2, 4, 6])
+def test_tilings_of_one_order_give_a_token_the_same_bits(split: int) -> None:
+    specs = [spec for spec in SPECS.values() if spec.row_order == f"linear_many.s{split}"]
+    specs = [spec for spec in specs if spec.operands["out0"] == "bf16"]
+    case = Case.random(290, 400, 456, 1792, seed=11)
+    expected = case.run(specs[0])
+    case.check(expected)
+    assert len(specs) >= 2
+    for live in (290, 17, 1):
+        case.live = live
+        for spec in specs:
+            assert torch.equal(case.run(spec), expected[:live]), (spec.name, live)
+
+
 @pytest.mark.parametrize("name", STRUCTURES)
 def test_no_live_rows_write_nothing(name: str) -> None:
     Case.random(0, 8, 200, 1552).run(SPECS[name])

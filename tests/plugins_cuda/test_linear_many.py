@@ -214,6 +214,23 @@ def test_results_of_a_token_do_not_depend_on_the_others(name: str) -> None:
     assert torch.equal(case.run(spec), together[:7])
 
 
+@pytest.mark.parametrize("scheme", ["bf16", "int4_g128", "q4_1", "q6_k"])
+@pytest.mark.parametrize("split", [1, 2, 4, 6])
+def test_tilings_of_one_order_give_a_token_the_same_bits(scheme: str, split: int) -> None:
+    """What --batch-invariant relies on: CudaKernelSpec.order."""
+    order = f"linear_many.s{split}"
+    specs = [spec for spec in linear_many_specs.SPECS if spec.scheme == scheme and spec.row_order == order]
+    specs = [spec for spec in specs if spec.operands["out0"] == "bf16"]
+    case = Case.random(scheme, 290, 400, 456, 1792, seed=11)
+    expected = case.run(specs[0])
+    case.check(expected, ACCUMULATION if scheme == "bf16" else WEIGHT_ROUNDING)
+    assert len(specs) >= 2
+    for live in (290, 17, 1):
+        case.live = live
+        for spec in specs:
+            assert torch.equal(case.run(spec), expected[:live]), (spec.name, live)
+
+
 @pytest.mark.parametrize("name", STRUCTURES)
 def test_no_live_rows_write_nothing(name: str) -> None:
     spec = BY_NAME[name]
