@@ -3,6 +3,7 @@
 import random
 
 import hypothesis
+import numpy as np
 import pytest
 from hypothesis import strategies as st
 from simulated_device import (
@@ -159,17 +160,12 @@ def test_an_aborted_requests_confirmed_blocks_stay_findable(runs_ahead: bool) ->
 def test_an_engine_that_runs_ahead_publishes_a_step_only_once_it_is_read() -> None:
     engine = simulated_engine(runs_ahead=True)
     engine.add_request(request("a", prompt(16, 1), 10))
+    tokens_asked = np.array(prompt(17, 1), np.int32)
     engine.step()  # launched, not read
-    assert engine.blocks.lookup(engine.blocks.new_keys(()), _array(prompt(17, 1))).num_tokens == 0
+    assert engine.blocks.lookup(engine.blocks.new_keys(()), tokens_asked).num_tokens == 0
     engine.step()
-    assert engine.blocks.lookup(engine.blocks.new_keys(()), _array(prompt(17, 1))).num_tokens == 16
+    assert engine.blocks.lookup(engine.blocks.new_keys(()), tokens_asked).num_tokens == 16
     run(engine)
-
-
-def _array(token_ids: tuple[int, ...]):  # type: ignore[no-untyped-def]
-    import numpy as np
-
-    return np.array(token_ids, np.int32)
 
 
 @pytest.mark.parametrize("kind", [name for name in GROUPS if name != "full"])
