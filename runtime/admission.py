@@ -7,6 +7,8 @@ from castiron.runtime.errors import RequestError
 from castiron.runtime.messages import AddRequest
 from castiron.runtime.plan_table import RANDOM
 
+MAX_CACHE_SALT = 256  # characters
+
 
 def validate_request(request: AddRequest, info: EngineInfo) -> None:
     """Raise RequestError (got, allowed, the field) unless this engine can finish the request.
@@ -30,6 +32,8 @@ def validate_request(request: AddRequest, info: EngineInfo) -> None:
     _check_token_ids(request.prompt_token_ids, info.vocab_size, "prompt")
     if sampling.stop_token_ids:
         _check_token_ids(sampling.stop_token_ids, info.vocab_size, "stop_token_ids")
+    if request.cache_salt is not None:
+        _check_cache_salt(request.cache_salt)
     if sampling.min_tokens > 0:
         raise RequestError(
             f"`min_tokens` is {sampling.min_tokens}, this engine has no logit bias to keep it: leave it at 0",
@@ -39,6 +43,14 @@ def validate_request(request: AddRequest, info: EngineInfo) -> None:
         raise RequestError(
             f"`temperature` is {sampling.temperature}, this engine samples greedily only: set it to 0",
             "temperature",
+        )
+
+
+def _check_cache_salt(salt: str) -> None:
+    if type(salt) is not str or not 1 <= len(salt) <= MAX_CACHE_SALT or not salt.isprintable():
+        raise RequestError(
+            f"`cache_salt` is {salt!r:.40}, expected text of 1 to {MAX_CACHE_SALT} printable characters",
+            "cache_salt",
         )
 
 

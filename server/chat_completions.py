@@ -87,7 +87,7 @@ def _choices(body: ChatCompletionRequest, prompt_ids: tuple[int, ...], model: Se
             ignore_eos=bool(body.ignore_eos),
             stop_token_ids=tuple(body.stop_token_ids or ()),
         )
-        request = AddRequest(model.new_id("chatcmpl"), prompt_ids, sampling)
+        request = AddRequest(model.new_id("chatcmpl"), prompt_ids, sampling, cache_salt=body.cache_salt)
         model.client.validate(request)
         choices.append(Choice(request, GeneratedText(model.front.tokenizer, stop_strings)))
     return choices

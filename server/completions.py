@@ -117,7 +117,7 @@ def _choices(body: CompletionRequest, prompts: list[tuple[int, ...]], model: Ser
                 ignore_eos=bool(body.ignore_eos),
                 stop_token_ids=tuple(body.stop_token_ids or ()),
             )
-            request = AddRequest(model.new_id("cmpl"), prompt_ids, sampling)
+            request = AddRequest(model.new_id("cmpl"), prompt_ids, sampling, cache_salt=body.cache_salt)
             model.client.validate(request)
             choices.append(Choice(request, GeneratedText(model.front.tokenizer, stop_strings)))
     return choices

@@ -35,6 +35,7 @@ class Completion:
     prompt_token_ids: tuple[int, ...]
     finish_reason: str  # "stop" or "length"
     logprobs: tuple[TokenLogprobs, ...] = field(default=(), repr=False)  # one per token, if asked for
+    num_cached_tokens: int = field(default=0, compare=False)  # of the prompt, found in the prefix cache
 
 
 class LLM:
@@ -48,7 +49,7 @@ class LLM:
     """
 
     def __init__(self, engine: str | os.PathLike[str], **engine_options: int | None) -> None:
-        """`engine_options` are the fields of EngineOptions (kv_memory_bytes, num_threads, max_seqs, …).
+        """`engine_options` are the fields of EngineOptions (kv_memory_bytes, num_threads, max_seqs, prefix_cache, …).
 
         Raises InputError for an unknown option, else as LLMEngine.load.
         """
@@ -178,6 +179,7 @@ class LLM:
                 prompt_token_ids=request.prompt_token_ids,
                 finish_reason=str(generated.finish_reason),
                 logprobs=tuple(generated.logprobs),
+                num_cached_tokens=generated.num_cached_tokens,
             )
             for request, generated in asked
         ]

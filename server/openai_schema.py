@@ -22,7 +22,7 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class SharedFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Fields that both endpoints have; None is "not given". The last four are not OpenAI's."""
+    """Fields that both endpoints have; None is "not given". The last five are not OpenAI's."""
 
     model: str | None = None
     max_tokens: int | None = None
@@ -38,6 +38,7 @@ class SharedFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     min_p: float | None = None
     ignore_eos: bool | None = None
     stop_token_ids: list[int] | None = None
+    cache_salt: str | None = None  # share cached prompts only with requests of the same salt
 
     @property
     def include_usage(self) -> bool:

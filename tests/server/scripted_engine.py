@@ -49,6 +49,7 @@ class ScriptedClient:
         self.state = "ready"
         self.dies_after: int | None = None  # tokens of an answer after which the engine is lost
         self.token_delay_s = 0.0
+        self.num_cached_tokens = 0  # that it says it found of every prompt
         self.requests: list[AddRequest] = []
         self.aborted: list[str] = []
 
@@ -90,6 +91,7 @@ class ScriptedClient:
                     self._logprobs(request, token_id),
                     finish,
                     token_id if finish == "stop" else None,
+                    self.num_cached_tokens,
                 )
                 if is_finished:
                     return

@@ -210,6 +210,24 @@ def test_prompts_may_be_text_texts_ids_or_lists_of_ids(url: str, engine: Scripte
         assert [choice["index"] for choice in answer["choices"]] == list(range(len(expected)))
 
 
+def test_cached_tokens_are_counted_once_a_prompt(url: str, engine: ScriptedClient) -> None:
+    engine.num_cached_tokens = 2
+    try:
+        for body, expected in (({}, 2), ({"n": 3}, 2), ({"prompt": ["abc", "abcd"], "n": 2}, 4)):
+            usage = request(url, "POST", "/v1/completions", {"prompt": "abc", **body})[1]["usage"]
+            assert usage["prompt_tokens_details"] == {"cached_tokens": expected}
+    finally:
+        engine.num_cached_tokens = 0
+
+
+def test_the_cache_salt_reaches_the_engine(url: str, engine: ScriptedClient) -> None:
+    for path, body in (("/v1/completions", {"prompt": "a"}), ("/v1/chat/completions", {"messages": USER})):
+        for salt in (None, "tenant 1"):
+            engine.requests.clear()
+            assert request(url, "POST", path, {**body, "cache_salt": salt})[0] == 200
+            assert engine.requests[0].cache_salt == salt
+
+
 def test_n_answers_have_seeds_of_their_own(url: str, engine: ScriptedClient) -> None:
     engine.requests.clear()
     body = {"messages": USER, "n": 3, "seed": 10, "temperature": 1.0}
