@@ -62,15 +62,8 @@ def sample_random(
     return _results(logits, sampled, sample_rows, num_logprobs, last_token)
 
 
-def _ranked_like(
-    logits: Tensor,
-    adjusted: Tensor,
-    sample_rows: Tensor,
-    num_logprobs: Tensor,
-    last_token: Tensor,
-    *_: Tensor,
-):  # type: ignore[no-untyped-def]
-    token_ids, sampled, top_ids, top, last = _sampled_like(logits, sample_rows, num_logprobs, last_token)
+def _ranked_like(logits: Tensor, _: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
+    token_ids, sampled, top_ids, top, last = _sampled_like(logits, *others)
     return token_ids, sampled, torch.empty_like(token_ids), top_ids, top, last
 
 

@@ -144,6 +144,7 @@ def _run_startup(args: argparse.Namespace, argv: list[str]) -> int:
     ):
         if value is not None:
             flags += [flag, str(value)]
+    flags += ["--no-prefix-cache"] if args.no_prefix_cache else []
     metrics = measure_startup(args.engine, args.repeats, prompt, flags)
     print(startup_table(metrics))
     _write(args, argv, metrics)

@@ -10,6 +10,8 @@ from castiron.runtime.messages import AddRequest
 from castiron.runtime.plan_table import FULL, RANDOM
 from castiron.runtime.sampling_params import SamplingParams
 
+MAX_CACHE_SALT = 256  # characters
+
 
 def validate_request(request: AddRequest, info: EngineInfo) -> None:
     """Raise RequestError (got, allowed, the field) unless this engine can finish the request.
@@ -45,6 +47,8 @@ def validate_request(request: AddRequest, info: EngineInfo) -> None:
                 raise RequestError(
                     f"`{name}` is given, this engine's target has no kernels for it: leave it out", name
                 )
+    if request.cache_salt is not None:
+        _check_cache_salt(request.cache_salt)
     if sampling.temperature > 0 and RANDOM not in info.sample_variants:
         raise RequestError(
             f"`temperature` is {sampling.temperature}, this engine samples greedily only: set it to 0",
@@ -63,6 +67,14 @@ def _off_without_full(sampling: SamplingParams) -> dict[str, bool]:
         "bad_words": not sampling.bad_words_token_ids,
         "min_tokens": sampling.min_tokens == 0,
     }
+
+
+def _check_cache_salt(salt: str) -> None:
+    if type(salt) is not str or not 1 <= len(salt) <= MAX_CACHE_SALT or not salt.isprintable():
+        raise RequestError(
+            f"`cache_salt` is {salt!r:.40}, expected text of 1 to {MAX_CACHE_SALT} printable characters",
+            "cache_salt",
+        )
 
 
 def longer_sequences(info: EngineInfo) -> str:

@@ -17,6 +17,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     max_batched_tokens: int
     block_size: int  # tokens of a cache block
     num_blocks: int
+    prefix_cache: bool = True  # whether requests share cached blocks
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     generation_defaults: dict[str, float]
@@ -36,7 +37,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     num_running: int = 0
     num_waiting: int = 0
     num_blocks: int = 0
-    num_free_blocks: int = 0
+    num_free_blocks: int = 0  # those that hold cached prefixes included
+    num_cached_blocks: int = 0  # free, and found again by their prefix until their place is needed
     # since the engine was loaded
     num_steps: int = 0
     num_prompt_tokens: int = 0  # computed; again after a preemption
@@ -44,4 +46,6 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     num_finished: int = 0
     num_aborted: int = 0
     num_preemptions: int = 0
+    num_cache_query_tokens: int = 0  # looked up in the prefix cache, once for each time a request starts
+    num_cache_hit_tokens: int = 0  # of these, found
     busy_s: float = 0.0  # seconds inside steps

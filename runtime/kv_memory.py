@@ -1,5 +1,6 @@
 """How many cache blocks an engine gets: chosen once at load, never grown."""
 
+from castiron.runtime.cache_groups import blocks_of_sequence
 from castiron.runtime.engine_options import ServingLimits
 from castiron.runtime.errors import EngineFormatError, EngineTargetError, InputError
 from castiron.runtime.memory import block_bytes
@@ -28,7 +29,7 @@ def choose_num_blocks(
     if not group_bytes or min(group_bytes.values()) < 1:
         raise EngineFormatError("the plan has a cache group without cache tensors: rebuild the engine")
     usable = {
-        group.name: limits.max_seqs * -(-limits.max_seq_len // group.block_size)
+        group.name: limits.max_seqs * blocks_of_sequence(group, limits.max_seq_len, limits.max_batched_tokens)
         for group in header.cache_groups
     }
     usable_bytes = sum(usable[name] * group_bytes[name] for name in usable)

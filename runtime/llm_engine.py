@@ -14,7 +14,9 @@ from types import TracebackType
 import numpy as np
 
 from castiron.runtime.admission import validate_request
+from castiron.runtime.block_hash import Domains, engine_domains
 from castiron.runtime.block_manager import BlockManager
+from castiron.runtime.cache_groups import tokens_of_blocks
 from castiron.runtime.devices.base import Device
 from castiron.runtime.engine_info import EngineInfo, EngineStats
 from castiron.runtime.engine_options import EngineOptions, ServingLimits
@@ -40,10 +42,14 @@ class LLMEngine:
         *,
         num_threads: int = 1,
         load_plan_s: float = 0.0,
+        prefix_cache: bool = True,
     ) -> None:
         """Serve with a loaded device; its caches may lower `limits.max_seq_len` (see EngineInfo.warnings)."""
         groups = device.header.cache_groups
-        max_cached_tokens = min(device.num_blocks[group.name] * group.block_size for group in groups)
+        max_cached_tokens = min(
+            tokens_of_blocks(group, device.num_blocks[group.name], limits.max_batched_tokens)
+            for group in groups
+        )
         max_seq_len = min(limits.max_seq_len, max_cached_tokens)
         warnings: tuple[str, ...] = ()
         if max_seq_len < limits.max_seq_len:
@@ -53,7 +59,13 @@ class LLMEngine:
             )
         self.device = device
         self.rows = RowTable(limits.max_seqs, max_seq_len, manifest.model.vocab_size)
-        self.blocks = BlockManager(groups, device.num_blocks, limits.max_seqs)
+        self.blocks = BlockManager(
+            groups,
+            device.num_blocks,
+            limits.max_seqs,
+            max_batched_tokens=limits.max_batched_tokens,
+            domains=engine_domains(manifest) if prefix_cache else None,
+        )
         self.plans = PlanTable(device.header, limits)
         self.scheduler = Scheduler(self.rows, self.blocks, limits.max_batched_tokens)
         self.timings = {"load_plan_s": load_plan_s, **device.timings}
@@ -70,6 +82,7 @@ class LLMEngine:
             max_batched_tokens=limits.max_batched_tokens,
             block_size=groups[0].block_size,
             num_blocks=self.blocks.num_blocks,
+            prefix_cache=prefix_cache,
             bos_token_id=manifest.model.bos_token_id,
             eos_token_ids=manifest.model.eos_token_ids,
             generation_defaults=manifest.model.generation_defaults,
@@ -108,6 +121,7 @@ class LLMEngine:
             loaded.manifest,
             loaded.device,
             loaded.limits,
+            prefix_cache=loaded.prefix_cache,
             num_threads=loaded.num_threads,
             load_plan_s=loaded.load_plan_s,
         )
@@ -138,7 +152,8 @@ class LLMEngine:
             raise RequestError(
                 f"request_id {request.request_id!r} is in use, expected a new one", "request_id"
             )
-        sequence = Sequence.from_request(request, self._num_arrivals, self.info.eos_token_ids)
+        keys = self.blocks.new_keys(_domains(request))
+        sequence = Sequence.from_request(request, self._num_arrivals, self.info.eos_token_ids, keys)
         self._num_arrivals += 1
         self.scheduler.add(sequence)
 
@@ -199,12 +214,15 @@ class LLMEngine:
             num_waiting=self.scheduler.num_waiting,
             num_blocks=self.blocks.num_blocks,
             num_free_blocks=self.blocks.num_free_blocks,
+            num_cached_blocks=self.blocks.num_cached_blocks,
             num_steps=self._num_steps,
             num_prompt_tokens=self._num_prompt_tokens,
             num_generated_tokens=self._num_generated_tokens,
             num_finished=self._num_finished,
             num_aborted=self._num_aborted,
             num_preemptions=self.scheduler.num_preemptions,
+            num_cache_query_tokens=self.scheduler.num_cache_query_tokens,
+            num_cache_hit_tokens=self.scheduler.num_cache_hit_tokens,
             busy_s=self._busy_s,
         )
 
@@ -252,6 +270,7 @@ class LLMEngine:
         now_s = time.perf_counter()
         self._busy_s += now_s - self._read_until_s
         self._read_until_s = now_s
+        self.scheduler.confirm(step)
         return self._append_tokens(step, sampled) if step.sampled else []
 
     def _append_tokens(self, step: ScheduledStep, sampled: dict[str, np.ndarray]) -> list[RequestOutput]:
@@ -276,12 +295,18 @@ class LLMEngine:
                     logprobs,
                     finish_reason,
                     token_id if finish_reason == "stop" else None,
+                    sequence.num_cached_tokens,
                 )
             )
             if finish_reason is not None:
                 self.scheduler.remove(sequence.request_id)
                 self._num_finished += 1
         return outputs
+
+
+def _domains(request: AddRequest) -> Domains:
+    """What a request's cached blocks must have in common with another's, beside their tokens."""
+    return () if request.cache_salt is None else (("cache_salt", request.cache_salt.encode()),)
 
 
 def _token_logprobs(sampled: dict[str, np.ndarray], index: int, sampling: SamplingParams) -> TokenLogprobs:

@@ -24,6 +24,7 @@ class LoadedEngine:
     limits: ServingLimits
     num_threads: int
     load_plan_s: float
+    prefix_cache: bool
 
 
 def load_engine(path: str | os.PathLike[str], options: EngineOptions) -> LoadedEngine:
@@ -37,7 +38,7 @@ def load_engine(path: str | os.PathLike[str], options: EngineOptions) -> LoadedE
         load_plan_s = time.perf_counter() - start_s
         load = _load_on_gpu if manifest.target.kind == "cuda" else _load_on_cpu
         device = load(engine_file, header, limits, options)
-    return LoadedEngine(manifest, device, limits, device.num_threads, load_plan_s)
+    return LoadedEngine(manifest, device, limits, device.num_threads, load_plan_s, options.prefix_cache)
 
 
 def open_device(

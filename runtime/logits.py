@@ -113,6 +113,11 @@ def _check(
     rows: Sequence[Sequence[int]] | None,
 ) -> list[np.ndarray]:
     info = engine.info
+    if engine.blocks.states:
+        raise InputError(
+            f"the engine keeps a state of its tokens (cache group {engine.blocks.states[0].name}), and a step that "
+            f"moves it on can't be run again for more logits: ask for log probabilities instead"
+        )
     if engine.has_unfinished():
         raise InputError("the engine has unfinished requests: finish or abort them before reading logits")
     if len(sequences) > info.max_seqs:

@@ -37,7 +37,7 @@ class ModelInfo(msgspec.Struct, frozen=True):
     num_parameters: int
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
-    generation_defaults: dict[str, float]  # temperature, top_p, top_k of the model's generation config
+    generation_defaults: dict[str, float]  # of the model's generation config: temperature, top_p, ...
 
 
 RUN = "run"  # TargetInfo.status: engines for the target have run and passed the tests

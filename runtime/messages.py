@@ -12,6 +12,7 @@ class AddRequest(msgspec.Struct, frozen=True, tag="add"):
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
     priority: int = 0  # lower runs first
+    cache_salt: str | None = None  # the prefix cache is shared only with requests of the same salt
 
 
 class AbortRequest(msgspec.Struct, frozen=True, tag="abort"):

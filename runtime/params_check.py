@@ -219,6 +219,8 @@ class _KernelCheck:
         tensors = self._header.cache_tensors
         groups = {group.name: group for group in self._header.cache_groups}
         index = relocations["target_index"]
+        is_state = np.array([groups[tensor.group].kind != "paged" for tensor in tensors])
+        self._refuse_where(is_state[index], "its cache group isn't paged")
         block_bytes = np.array([tensor.block_bytes for tensor in tensors], np.uint64)
         block_size = np.array([groups[tensor.group].block_size for tensor in tensors], np.int64)
         self._refuse_where(block_bytes[index] != needed, "its blocks are not the cache tensor's")
@@ -226,6 +228,9 @@ class _KernelCheck:
         if "table_width" in values:
             width = np.array([groups[tensor.group].table_width for tensor in tensors], np.int64)
             self._refuse_where(width[index] != values["table_width"], "table_width is not the cache group's")
+            # blocks before the window are freed: a kernel that looks further back reads none
+            window = np.array([groups[tensor.group].window for tensor in tensors], np.int64)
+            self._refuse_where(window[index] != values.get("window", 0), "window is not the cache group's")
 
     def _check_indices(self, values: dict[str, np.ndarray]) -> None:
         """Dimensions that bound what step data may index, and divisibility the kernels count on."""

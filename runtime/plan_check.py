@@ -86,6 +86,7 @@ def _check_caches(header: PlanHeader, manifest: Manifest, label: str) -> None:
             refuse(label, f"cache group {printable(group.name)} is of kind {printable(group.kind)}")
         check_range("block_size", group.block_size, 1, MAX_TOKENS, label)
         check_range("table_width", group.table_width, 1, MAX_TOKENS, label)
+        check_range("window", group.window, 0, MAX_TOKENS, label)
         if group.kind == "paged" and group.table_width * group.block_size < manifest.profile.max_seq_len:
             refuse(label, f"block tables of {group.table_width} blocks can't hold a sequence of max_seq_len")
     if len(header.cache_tensors) > 1 << 16:

@@ -6,21 +6,31 @@ step's token budget allows. Decoding sequences are served first, then running pr
 equals the lower `order` = (priority, arrival) first. When blocks run out, the running sequence that is last
 in that order gives up its row and its blocks and waits again (recompute preemption); the first one in order
 is never stopped by another, so something always advances.
+
+Waiting sequences start in order as soon as a row and blocks for all their known tokens are left. One that
+doesn't fit yet keeps smaller ones behind it from starting only where they would make it later: what it needs
+is reserved for the first moment at which it could start if everything that runs now went on to its
+max_tokens, and others pass as long as they leave that in place (reservation.py). From the step first
+reserved on, nobody passes any more. So the large one starts in time, and small ones go through meanwhile.
+
+A sequence whose prompt continues, behind what is cached, with blocks that a running one is computing waits
+for them if they are at least half of what it would compute. So n answers to one prompt, or a burst of
+requests with one long system prompt, compute it once; each computes the last, partial block itself.
 """
 
-import heapq
 from bisect import insort
 from dataclasses import dataclass
-from operator import attrgetter
 
 import numpy as np
 
-from castiron.runtime.block_manager import BlockManager
+from castiron.runtime.block_manager import BlockManager, PrefixHit
+from castiron.runtime.reservation import Amounts, Reservation, reserve
 from castiron.runtime.row_table import RowTable
 from castiron.runtime.sequence import Sequence
 from castiron.runtime.step_builder import StepInput
+from castiron.runtime.waiting_queue import ORDER, WaitingQueue
 
-_ORDER = attrgetter("order")
+MAX_PASSED_OVER = 16  # waiting sequences that may stay behind in a step before the rest isn't looked at
 
 
 @dataclass(frozen=True)
@@ -41,8 +51,11 @@ class Scheduler:
         self.blocks = blocks
         self.max_batched_tokens = max_batched_tokens
         self.num_preemptions = 0
+        self.num_cache_query_tokens = 0
+        self.num_cache_hit_tokens = 0
+        self._num_steps = 0
         self._running: list[Sequence] = []  # by order
-        self._waiting: list[tuple[tuple[int, int], Sequence]] = []  # heap by order (arrivals differ)
+        self._waiting = WaitingQueue()
         self._sequences: dict[str, Sequence] = {}  # every unfinished one
 
     @property
@@ -51,7 +64,7 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._sequences) - len(self._running)
+        return len(self._waiting)
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._sequences
@@ -61,7 +74,7 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         self._sequences[sequence.request_id] = sequence
-        heapq.heappush(self._waiting, (sequence.order, sequence))
+        self._waiting.add(sequence)
 
     def remove(self, request_id: str) -> Sequence | None:
         """Forget a sequence, finished or aborted, and free what it holds; None if it isn't known."""
@@ -72,7 +85,20 @@ class Scheduler:
         if sequence.row >= 0:
             # a step that still runs may write its blocks: whoever gets them next writes in a later step
             self._leave_row(sequence)
-        return sequence  # one that waits is dropped when it comes to the front of the heap
+        else:
+            self._waiting.remove(sequence)
+        return sequence
+
+    def confirm(self, step: ScheduledStep) -> None:
+        """Take note that the host has read this step, and all before it."""
+        starts, counts = step.input.starts, step.input.counts
+        ends = starts + counts
+        unit = self.blocks.unit
+        for place in np.flatnonzero(ends // unit != starts // unit).tolist():
+            sequence = step.sequences[place]
+            if sequence.row >= 0:  # it starts again only once all its older steps are read
+                assert sequence.num_computed_tokens >= ends[place]
+                self.blocks.confirm(sequence.row, int(ends[place]), self.rows.token_ids[sequence.row])
 
     def schedule(self) -> ScheduledStep | None:
         """Choose the next step and count its tokens as computed; None if there is nothing to compute now.
@@ -98,26 +124,29 @@ class Scheduler:
         rows = [s.row for s in self._running]
         assert len(set(rows)) == len(rows) and min(rows, default=0) >= 0
         assert len(rows) + self.rows.num_free == self.rows.max_rows
-        assert self._running == sorted(self._running, key=_ORDER)
-        for group in self.blocks.groups:
-            owners = {row for row, owned in enumerate(group.num_owned) if owned}
-            assert owners <= set(rows), f"rows {owners - set(rows)} own blocks but don't run"
+        assert self._running == sorted(self._running, key=ORDER)
+        assert list(self._waiting) == sorted(self._waiting, key=ORDER)
+        owners = self.blocks.rows_in_use()
+        assert owners <= set(rows), f"rows {owners - set(rows)} own blocks but don't run"
         for sequence in self._running:
             assert self._sequences[sequence.request_id] is sequence
             assert 0 <= sequence.num_computed_tokens <= sequence.num_tokens + sequence.num_pending_tokens
-        waiting = {s.request_id for _, s in self._waiting if self._sequences.get(s.request_id) is s}
-        assert waiting | {s.request_id for s in self._running} == set(self._sequences)
+        unfinished = [*self._waiting, *self._running]
+        assert len(unfinished) == len(self._sequences)
+        assert {s.request_id: s for s in unfinished} == self._sequences
 
     def _schedule_running(self, budget: int) -> int:
         """Give running sequences their tokens, decoding ones first; the budget that is left."""
-        decoding = [s for s in self._running if s.num_remaining_tokens == 1]
-        prefilling = [s for s in self._running if s.num_remaining_tokens > 1]
-        for sequence in decoding + prefilling:
+        remaining = [(s, s.num_remaining_tokens) for s in self._running]
+        decoding = [item for item in remaining if item[1] == 1]
+        prefilling = [item for item in remaining if item[1] > 1]
+        for sequence, count in decoding + prefilling:
+            if budget == 0:
+                break
             if sequence.row < 0:
                 continue  # preempted a moment ago
-            count = min(sequence.num_remaining_tokens, budget)
-            if count == 0:
-                break
+            if count > 1:
+                count = self.blocks.chunk_tokens(sequence.num_computed_tokens, min(count, budget))
             num_tokens = sequence.num_computed_tokens + count
             while not self.blocks.grow(sequence.row, num_tokens):
                 budget += self._preempt_last()
@@ -129,28 +158,88 @@ class Scheduler:
         return budget
 
     def _admit_waiting(self, budget: int) -> None:
-        """Start waiting sequences, in order, while a row, budget and blocks for all their tokens are left."""
-        promised: list[tuple[int, int]] | None = None
-        while self._waiting and budget > 0 and self.rows.num_free:
-            sequence = self._waiting[0][1]
-            if self._sequences.get(sequence.request_id) is not sequence:
-                heapq.heappop(self._waiting)  # aborted while it waited
+        """Start waiting sequences while a row, budget and blocks for all their tokens are left."""
+        left: Amounts | None = None  # blocks of each group beside what running ones are promised
+        front: Sequence | None = None  # the first that waits for blocks
+        reservation: Reservation | None = None
+        place = 0
+        while place < min(len(self._waiting), MAX_PASSED_OVER) and budget > 0 and self.rows.num_free:
+            if left is None:
+                left = self.blocks.left_beside(
+                    (s.row, s.num_tokens + s.num_pending_tokens + 1) for s in self._running
+                )
+            if min(left) <= 0:
+                return  # whoever starts takes a block of each group
+            sequence = self._waiting[place]
+            place += 1
+            assert sequence.num_pending_tokens == 0, "what was preempted a step ago has been read"
+            hit = self._lookup(sequence)
+            if self._waits_for_prefix(sequence, hit):
                 continue
-            if sequence.num_pending_tokens:
-                return  # preempted a moment ago: the token it still gets is read on the host
-            if promised is None:
-                promised = [(s.row, s.num_tokens + s.num_pending_tokens + 1) for s in self._running]
-            if not self.blocks.can_admit(sequence.num_tokens + 1, promised):
-                return  # nobody overtakes: a large request isn't starved by small ones
-            heapq.heappop(self._waiting)
-            sequence.row = self.rows.admit(sequence)
-            insort(self._running, sequence, key=_ORDER)
-            promised.append((sequence.row, sequence.num_tokens + 1))
-            count = min(sequence.num_tokens, budget)
-            has_room = self.blocks.grow(sequence.row, count)
-            assert has_room
-            sequence.num_scheduled_tokens = count
-            budget -= count
+            needed = self.blocks.num_needed(sequence.num_tokens + 1, hit)
+            if any(count > free for count, free in zip(needed, left, strict=True)):
+                front = front or sequence
+                continue
+            if front is not None:
+                reservation = reservation or self._reserve(front)
+                end = self._num_steps + sequence.num_steps_left(self.max_batched_tokens)
+                if self._num_steps >= front.start_by or not reservation.lets_pass(end, self._most(sequence)):
+                    continue
+                reservation = None  # one more will run
+            place -= 1
+            budget -= self._start(sequence, hit, budget)
+            left = tuple([free - count for count, free in zip(needed, left, strict=True)])
+
+    def _lookup(self, sequence: Sequence) -> PrefixHit:
+        if sequence.skip_cache_read or sequence.prefix_keys is None:
+            return PrefixHit()
+        return self.blocks.lookup(sequence.prefix_keys, sequence.known_tokens)
+
+    def _waits_for_prefix(self, sequence: Sequence, hit: PrefixHit) -> bool:
+        """Whether running sequences are computing enough of what this one would have to."""
+        if sequence.skip_cache_read:
+            return False
+        num_coming = self.blocks.num_coming_tokens(sequence.prefix_keys, hit, sequence.num_tokens)
+        return num_coming > 0 and 2 * num_coming >= sequence.num_tokens - hit.num_tokens
+
+    def _start(self, sequence: Sequence, hit: PrefixHit, budget: int) -> int:
+        """Let a waiting sequence run; how many tokens it gets in this step."""
+        self._waiting.remove(sequence)
+        row = sequence.row = self.rows.admit(sequence)
+        insort(self._running, sequence, key=ORDER)
+        self.blocks.admit(row, sequence.prefix_keys, hit)
+        sequence.num_computed_tokens = hit.num_tokens
+        sequence.start_by = -1
+        if sequence.num_cached_tokens < 0:
+            sequence.num_cached_tokens = hit.num_tokens
+        if sequence.prefix_keys is not None and not sequence.skip_cache_read:
+            self.num_cache_query_tokens += sequence.num_tokens
+            self.num_cache_hit_tokens += hit.num_tokens
+        count = min(sequence.num_tokens - hit.num_tokens, budget)
+        count = sequence.num_scheduled_tokens = self.blocks.chunk_tokens(hit.num_tokens, count)
+        has_room = self.blocks.grow(row, hit.num_tokens + count)
+        assert has_room
+        return count
+
+    def _reserve(self, front: Sequence) -> Reservation:
+        """What is kept for the sequence that waits for blocks; the step by which it starts never moves back."""
+        total = (*(group.pool.num_blocks for group in self.blocks.groups), self.rows.max_rows)
+        needed = (*self.blocks.num_needed(front.num_tokens + 1), 1)
+        running = [
+            (self._num_steps + s.num_steps_left(self.max_batched_tokens), self._most(s))
+            for s in self._running
+        ]
+        reservation = reserve(total, needed, running)
+        if front.start_by < 0:
+            front.start_by = reservation.start_by
+        return reservation
+
+    def _most(self, sequence: Sequence) -> Amounts:
+        """What a sequence may hold at most until it ends: blocks of each group and a row."""
+        if not sequence.most_held:
+            num_tokens = len(sequence.prompt_token_ids) + sequence.sampling.max_tokens
+            sequence.most_held = (*self.blocks.num_needed(num_tokens), 1)
+        return sequence.most_held
 
     def _preempt_last(self) -> int:
         """Let the running sequence that is last in order wait again; the tokens it had in this step."""
@@ -159,7 +248,7 @@ class Scheduler:
         self._leave_row(sequence)
         num_refunded = sequence.num_scheduled_tokens
         sequence.num_computed_tokens = sequence.num_scheduled_tokens = 0
-        heapq.heappush(self._waiting, (sequence.order, sequence))
+        self._waiting.add(sequence)
         self.num_preemptions += 1
         return num_refunded
 
@@ -171,7 +260,10 @@ class Scheduler:
 
     def _take_step(self, scheduled: list[Sequence]) -> ScheduledStep:
         """Turn the counts given to sequences into a step and move them past it."""
-        scheduled.sort(key=lambda s: s.num_remaining_tokens > 1)  # stable: decoding first, each part in order
+        self._num_steps += 1
+        chunks = [s for s in scheduled if s.num_scheduled_tokens > 1]
+        if chunks:  # single tokens first, each part in order
+            scheduled = [s for s in scheduled if s.num_scheduled_tokens == 1] + chunks
         rows = np.array([s.row for s in scheduled], np.int32)
         starts = np.array([s.num_computed_tokens for s in scheduled], np.int32)
         counts = np.array([s.num_scheduled_tokens for s in scheduled], np.int32)
@@ -180,11 +272,13 @@ class Scheduler:
         num_decoding = 0
         for place, sequence in enumerate(scheduled):
             count, sequence.num_scheduled_tokens = sequence.num_scheduled_tokens, 0
-            sequence.num_computed_tokens += count
-            if sequence.num_computed_tokens == sequence.num_tokens + sequence.num_pending_tokens:
+            num_computed = sequence.num_computed_tokens = sequence.num_computed_tokens + count
+            num_pending = sequence.num_pending_tokens
+            if num_computed == sequence.num_tokens + num_pending:
                 sampled.append(sequence)
                 reaches_end.append(place)
-                num_decoding += count == 1 and sequence.num_output_tokens > 0
+                if count == 1 and (num_pending or sequence.output_token_ids):
+                    num_decoding += 1
         last_tokens = np.cumsum(counts, dtype=np.int32) - 1
         if len(sampled) < len(scheduled):
             logit_tokens, sample_rows = last_tokens[reaches_end], rows[reaches_end]

@@ -7,6 +7,9 @@ device, before the host knows its id.
 import os
 from dataclasses import dataclass, field
 
+import numpy as np
+
+from castiron.runtime.block_manager import PrefixKeys
 from castiron.runtime.messages import AddRequest
 from castiron.runtime.sampling_params import SamplingParams
 
@@ -22,6 +25,9 @@ class Sequence:
     seed: int  # 0 .. 2^64 - 1
     stop_token_ids: frozenset[int]  # EOS included unless it is ignored
     num_tokens: int  # prompt and output
+    prompt_array: np.ndarray  # the prompt, int32
+    prefix_keys: PrefixKeys | None = None  # what its blocks are found by; None: they aren't
+    skip_cache_read: bool = False  # compute the whole prompt: what was asked needs every token's logits
     output_token_ids: list[int] = field(default_factory=list)
     row: int = -1  # -1 = waiting
     num_computed_tokens: int = 0  # in the cache once the steps that were launched are done
@@ -29,9 +35,20 @@ class Sequence:
     needs_output: bool = False  # its next token depends on the last one in ways only the host knows
     is_finished: bool = False  # ended or aborted: tokens still to come are dropped
     num_scheduled_tokens: int = 0  # in the step being put together
+    num_cached_tokens: int = -1  # of its prompt, when it first started; -1 = it hasn't
+    most_held: tuple[
+        int, ...
+    ] = ()  # blocks of each group and a row, at most until it ends; () = not computed
+    start_by: int = -1  # step up to which it may be overtaken while it waits for blocks; -1 = it doesn't
 
     @classmethod
-    def from_request(cls, request: AddRequest, arrival: int, eos_token_ids: tuple[int, ...]) -> "Sequence":
+    def from_request(
+        cls,
+        request: AddRequest,
+        arrival: int,
+        eos_token_ids: tuple[int, ...],
+        prefix_keys: PrefixKeys | None = None,
+    ) -> "Sequence":
         """Admit a validated request; without a seed one is drawn."""
         sampling = request.sampling
         seed = int.from_bytes(os.urandom(8), "little") if sampling.seed is None else sampling.seed
@@ -45,16 +62,31 @@ class Sequence:
             stop_token_ids=frozenset(eos) | frozenset(sampling.stop_token_ids),
             num_tokens=len(request.prompt_token_ids),
             needs_output=sampling.needs_output,
+            prompt_array=np.array(request.prompt_token_ids, np.int32),
+            prefix_keys=prefix_keys,
         )
+
+    @property
+    def known_tokens(self) -> np.ndarray:
+        """All tokens that the host knows, int32 [num_tokens]."""
+        if not self.output_token_ids:
+            return self.prompt_array
+        return np.concatenate([self.prompt_array, np.array(self.output_token_ids, np.int32)])
 
     @property
     def num_remaining_tokens(self) -> int:
         """Tokens, known or pending, that aren't computed; 0 while a pending one is the last, or must be known first."""
-        if self.num_pending_tokens and (
-            self.needs_output or self.num_output_tokens >= self.sampling.max_tokens
+        num_pending = self.num_pending_tokens
+        if num_pending and (
+            self.needs_output or len(self.output_token_ids) + num_pending >= self.sampling.max_tokens
         ):
             return 0
-        return self.num_tokens + self.num_pending_tokens - self.num_computed_tokens
+        return self.num_tokens + num_pending - self.num_computed_tokens
+
+    def num_steps_left(self, max_batched_tokens: int) -> int:
+        """Steps until it ends, if nothing ends it before its max_tokens and it gets the whole token budget."""
+        num_chunks = -(-max(1, self.num_remaining_tokens) // max_batched_tokens)
+        return num_chunks + self.sampling.max_tokens - self.num_output_tokens - 1
 
     @property
     def num_output_tokens(self) -> int:

@@ -58,6 +58,7 @@ class CacheGroup(msgspec.Struct, frozen=True):
     kind: str  # "paged" or "state"
     block_size: int  # tokens a block holds
     table_width: int  # blocks a sequence may own = ceil(max_seq_len / block_size)
+    window: int = 0  # tokens a query sees, itself included; 0 = all
 
 
 @dataclass(frozen=True)

@@ -57,13 +57,23 @@ def fill_step(
     views["row_ids"][:num_seqs] = step.rows
     np.add(step.starts, step.counts, out=views["seq_lens"][:num_seqs])
 
-    for group in blocks.groups:
+    for group in blocks.paged:
         tables = group.block_tables
         np.take(tables, step.rows, axis=0, out=views[f"block_tables.{group.name}"][:num_seqs], mode="clip")
         places, offsets = np.divmod(positions, np.int32(group.block_size))
         slots = views[f"slot_mapping.{group.name}"][:num_tokens]  # int64: slots may pass 2^31
         np.multiply(tables[token_rows, places], group.block_size, out=slots, dtype=np.int64)
         slots += offsets
+    for states in blocks.states:
+        np.take(
+            states.read_slots, step.rows, out=views[f"state_read_slots.{states.name}"][:num_seqs], mode="clip"
+        )
+        np.take(
+            states.write_slots,
+            step.rows,
+            out=views[f"state_write_slots.{states.name}"][:num_seqs],
+            mode="clip",
+        )
 
     num_logits = _fill_sampling(views, step, rows, positions, num_tokens)
     num_biases, num_masks = _fill_rules(views, step, rows) if step.is_full else (0, 0)

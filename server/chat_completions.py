@@ -16,7 +16,7 @@ from castiron.server.generated_text import GeneratedText, TextDelta
 from castiron.server.json_types import Json, JsonObject
 from castiron.server.logprob_entries import chat_entries
 from castiron.server.openai_schema import UNSUPPORTED_CHAT, ChatCompletionRequest, check_messages, decode_body
-from castiron.server.sampling_defaults import sampling_params
+from castiron.server.request_sampling import sampling_of
 from castiron.server.served_model import Choice, ServedModel, choice_deltas
 from castiron.server.stop_strings import checked_stop_strings
 from castiron.server.streaming import stream_chunks
@@ -75,21 +75,18 @@ def _choices(body: ChatCompletionRequest, prompt_ids: tuple[int, ...], model: Se
     stop_strings = checked_stop_strings(body.stop)
     choices = []
     for number in range(body.num_choices):
-        sampling = sampling_params(
-            info.generation_defaults,
+        sampling = sampling_of(
+            body,
+            number,
+            info,
+            model.front.tokenizer,
             max_tokens=left if wanted is None else wanted,
-            temperature=body.temperature,
-            top_k=body.top_k,
-            top_p=body.top_p,
-            min_p=body.min_p,
-            seed=body.seed_of(number),
             logprobs=_num_logprobs(body),
-            ignore_eos=bool(body.ignore_eos),
-            stop_token_ids=tuple(body.stop_token_ids or ()),
         )
-        request = AddRequest(model.new_id("chatcmpl"), prompt_ids, sampling)
+        request = AddRequest(model.new_id("chatcmpl"), prompt_ids, sampling, cache_salt=body.cache_salt)
         model.client.validate(request)
-        choices.append(Choice(request, GeneratedText(model.front.tokenizer, stop_strings)))
+        text = GeneratedText(model.front.tokenizer, stop_strings, sampling.min_tokens)
+        choices.append(Choice(request, text))
     return choices
 
 

@@ -20,7 +20,7 @@ from castiron.server.openai_schema import (
     CompletionRequest,
     decode_body,
 )
-from castiron.server.sampling_defaults import sampling_params
+from castiron.server.request_sampling import sampling_of
 from castiron.server.served_model import Choice, ServedModel, choice_deltas
 from castiron.server.stop_strings import checked_stop_strings
 from castiron.server.streaming import stream_chunks
@@ -105,21 +105,18 @@ def _choices(body: CompletionRequest, prompts: list[tuple[int, ...]], model: Ser
     for prompt_ids in prompts:
         left = tokens_left(len(prompt_ids), model.client.info.max_seq_len)
         for number in range(body.num_choices):
-            sampling = sampling_params(
-                model.client.info.generation_defaults,
+            sampling = sampling_of(
+                body,
+                number,
+                model.client.info,
+                model.front.tokenizer,
                 max_tokens=min(DEFAULT_MAX_TOKENS, left) if body.max_tokens is None else body.max_tokens,
-                temperature=body.temperature,
-                top_k=body.top_k,
-                top_p=body.top_p,
-                min_p=body.min_p,
-                seed=body.seed_of(number),
                 logprobs=body.logprobs,
-                ignore_eos=bool(body.ignore_eos),
-                stop_token_ids=tuple(body.stop_token_ids or ()),
             )
-            request = AddRequest(model.new_id("cmpl"), prompt_ids, sampling)
+            request = AddRequest(model.new_id("cmpl"), prompt_ids, sampling, cache_salt=body.cache_salt)
             model.client.validate(request)
-            choices.append(Choice(request, GeneratedText(model.front.tokenizer, stop_strings)))
+            text = GeneratedText(model.front.tokenizer, stop_strings, sampling.min_tokens)
+            choices.append(Choice(request, text))
     return choices
 
 

@@ -25,12 +25,13 @@ class GeneratedText:
     """Feed it a request's outputs in order; once a delta has a finish_reason, the text is complete.
 
     A stop string may end the text before the engine is done (finish_reason "stop" while the output had none):
-    the caller then aborts the request.
+    the caller then aborts the request. In the text of the first `min_tokens` tokens none is looked for.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop_strings: Sequence[str] = ()) -> None:
+    def __init__(self, tokenizer: Tokenizer, stop_strings: Sequence[str] = (), min_tokens: int = 0) -> None:
         self._detokenizer = IncrementalDetokenizer(tokenizer)
         self._stop = StopStringMatcher(stop_strings)
+        self._min_tokens = min_tokens
         self._num_chars = 0  # detokenized, given or held back for a stop string
         self.text = ""
         self.token_ids: list[int] = []
@@ -53,7 +54,8 @@ class GeneratedText:
             offsets.append(self._num_chars)
             text = self._detokenizer.add((token_id,))
             self._num_chars += len(text)
-            pieces.append(self._stop.add(text))
+            is_early = len(self.token_ids) + index < self._min_tokens
+            pieces.append(text if is_early else self._stop.add(text))
             if self._stop.found is not None:
                 num_taken = index + 1
                 finish_reason = "stop"

@@ -15,6 +15,7 @@ from castiron.runtime.errors import InputError, RequestError
 from castiron.runtime.llm_engine import LLMEngine
 from castiron.runtime.messages import AddRequest, TokenLogprobs
 from castiron.runtime.nearest_name import unknown_name
+from castiron.server.bad_words import bad_words_token_ids
 from castiron.server.generated_text import GeneratedText
 from castiron.server.json_types import JsonObject
 from castiron.server.llm_sampling import SamplingParams
@@ -35,6 +36,7 @@ class Completion:
     prompt_token_ids: tuple[int, ...]
     finish_reason: str  # "stop" or "length"
     logprobs: tuple[TokenLogprobs, ...] = field(default=(), repr=False)  # one per token, if asked for
+    num_cached_tokens: int = field(default=0, compare=False)  # of the prompt, found in the prefix cache
 
 
 class LLM:
@@ -48,7 +50,7 @@ class LLM:
     """
 
     def __init__(self, engine: str | os.PathLike[str], **engine_options: int | None) -> None:
-        """`engine_options` are the fields of EngineOptions (kv_memory_bytes, num_threads, max_seqs, …).
+        """`engine_options` are the fields of EngineOptions (kv_memory_bytes, num_threads, max_seqs, prefix_cache, …).
 
         Raises InputError for an unknown option, else as LLMEngine.load.
         """
@@ -152,7 +154,12 @@ class LLM:
             max_tokens = left if default_max_tokens is None else min(left, default_max_tokens)
             sampling = default_sampling(self._engine.info.generation_defaults, max_tokens=max_tokens)
         elif isinstance(params, SamplingParams):
+            words = bad_words_token_ids(params.bad_words, self._front.tokenizer)
             sampling = params.for_engine
+            if words:
+                sampling = msgspec.structs.replace(
+                    sampling, bad_words_token_ids=(*sampling.bad_words_token_ids, *words)
+                )
         else:
             raise InputError(
                 f"sampling_params is a {type(params).__name__}, expected castiron.SamplingParams"
@@ -161,7 +168,7 @@ class LLM:
         self._num_requests += 1
         self._engine.validate(request)
         stop_strings = (*checked_stop_strings(stop), *(params.stop if params is not None else ()))
-        return request, GeneratedText(self._front.tokenizer, stop_strings)
+        return request, GeneratedText(self._front.tokenizer, stop_strings, sampling.min_tokens)
 
     def _run(self, asked: list[tuple[AddRequest, GeneratedText]]) -> list[Completion]:
         texts = {request.request_id: generated for request, generated in asked}
@@ -178,6 +185,7 @@ class LLM:
                 prompt_token_ids=request.prompt_token_ids,
                 finish_reason=str(generated.finish_reason),
                 logprobs=tuple(generated.logprobs),
+                num_cached_tokens=generated.num_cached_tokens,
             )
             for request, generated in asked
         ]

@@ -22,7 +22,7 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class SharedFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Fields that both endpoints have; None is "not given". The last four are not OpenAI's."""
+    """Fields that both endpoints have; None is "not given". The last ten are not OpenAI's."""
 
     model: str | None = None
     max_tokens: int | None = None
@@ -33,11 +33,19 @@ class SharedFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     stream_options: StreamOptions | None = None
     stop: str | list[str] | None = None
     seed: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None  # token id in digits -> bias
     user: str | None = None  # who asks, for abuse reports: no effect on the answer
     top_k: int | None = None  # 0 or -1 = off
     min_p: float | None = None
+    repetition_penalty: float | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    min_tokens: int | None = None
     ignore_eos: bool | None = None
     stop_token_ids: list[int] | None = None
+    cache_salt: str | None = None  # share cached prompts only with requests of the same salt
 
     @property
     def include_usage(self) -> bool:
@@ -106,17 +114,12 @@ class ChatCompletionRequest(SharedFields, kw_only=True, forbid_unknown_fields=Tr
 
 
 # OpenAI's fields that aren't there yet -> the values that mean "off" and are accepted (null always is)
-_UNSUPPORTED_SHARED: dict[str, tuple[Json, ...]] = {
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "logit_bias": ({},),
-}
-UNSUPPORTED_COMPLETION = _UNSUPPORTED_SHARED | {
+UNSUPPORTED_COMPLETION: dict[str, tuple[Json, ...]] = {
     "best_of": (1,),
     "echo": (False,),
     "suffix": ("",),
 }
-UNSUPPORTED_CHAT = _UNSUPPORTED_SHARED | {
+UNSUPPORTED_CHAT: dict[str, tuple[Json, ...]] = {
     "audio": (),
     "function_call": ("none",),
     "functions": ([],),
@@ -175,7 +178,7 @@ def _same_kind(value: Json, off: Json) -> bool:
 def _explain(text: str, kind: type[msgspec.Struct]) -> tuple[str, str | None]:
     """msgspec's message in our words, and the field: "Expected `int`, got `str` - at `$.n`"."""
     what, _, where = text.partition(" - at ")
-    path = where.strip("`").removeprefix("$").removeprefix(".")
+    path = where.strip("`").removeprefix("$").removeprefix(".").removesuffix("[...]")  # of a mapping's value
     unknown = re.fullmatch(r"Object contains unknown field `(.*)`", what, re.DOTALL)
     if unknown:
         field = f"{path}.{unknown[1]}" if path else unknown[1]

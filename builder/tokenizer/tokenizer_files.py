@@ -35,7 +35,7 @@ class TokenizerFiles:
     vocab_size: int  # highest token id + 1; the model's may be larger
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
-    generation_defaults: dict[str, float]  # temperature, top_p, top_k; {} unless the model asks to sample
+    generation_defaults: dict[str, float]  # temperature, top_p, …; {} unless the model asks to sample
 
 
 def build_tokenizer(checkpoint: Checkpoint) -> TokenizerFiles:
@@ -129,7 +129,7 @@ def _generation_defaults(checkpoint: Checkpoint) -> dict[str, float]:
     if config.get("do_sample") is not True:
         return {}
     defaults = {}
-    for name in ("temperature", "top_p", "top_k"):
+    for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty"):
         value = config.get(name)
         if value is None:
             continue

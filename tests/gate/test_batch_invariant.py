@@ -1,4 +1,4 @@
-"""Engines built with --batch-invariant on the GPU: the same bits alone, batched, chunked, decoded and preempted."""
+"""Engines built with --batch-invariant on the GPU: the same bits alone, batched, chunked, preempted, cached."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,12 +34,13 @@ def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return build(checkpoint, folder / "model.engine", "--quantize", request.param, *TARGET)
 
 
-def load(path: Path, num_blocks: int = 600) -> LLMEngine:
+def load(path: Path, num_blocks: int = 600, prefix_cache: bool = False) -> LLMEngine:
+    """Without a prefix cache unless it is meant: what is compared shall be computed."""
     with EngineFile.open(path) as engine_file:
         header, _ = engine_file.plan()
         device = CudaDevice(engine_file, {group.name: num_blocks for group in header.cache_groups})
         limits = resolve_limits(EngineOptions(), engine_file.manifest.profile)
-        return LLMEngine(engine_file.manifest, device, limits)
+        return LLMEngine(engine_file.manifest, device, limits, prefix_cache=prefix_cache)
 
 
 @pytest.fixture(scope="module")
@@ -97,3 +98,19 @@ def test_greedy_answers_in_a_batch_and_with_preemption_equal_each_alone_bit_for_
     for found in (batched, preempted):
         for request_id, tokens in found.items():
             assert tokens == alone[f"{request_id.partition('.')[0]}.0"], request_id
+
+
+def test_answers_behind_cached_prefixes_equal_cold_ones_bit_for_bit(path: Path, engine: LLMEngine) -> None:
+    """Each alone, cold; then twice through a cache: one by one, and all at once with eight copies of each."""
+    requests = requests_of(engine)
+    cold: dict[str, list[tuple[int, float]]] = {}
+    for request in requests:
+        cold |= answers(engine, [request])
+    with load(path, prefix_cache=True) as cached:
+        for _ in range(2):
+            for request in requests:
+                assert answers(cached, [request])[request.request_id] == cold[request.request_id]
+        for request_id, tokens in answers(cached, requests_of(cached, copies=8)).items():
+            assert tokens == cold[f"{request_id.partition('.')[0]}.0"], request_id
+        assert cached.stats().num_cache_hit_tokens > 10 * 64
+        cached.scheduler.check_integrity()

@@ -1,14 +1,15 @@
 """A device without a model: logits are a function of a sequence's content, read the way a kernel reads it.
 
-A step writes each token's id and position to a pretend KV store by slot and reads every sequence back through
-its block table. A wrong slot, table, position, length or token therefore gives other tokens than
-`expected_tokens`, and what can be checked outright is asserted.
+A step writes each token's id and position to pretend caches by slot and reads every sequence back through its
+block table (simulated_caches.py). A wrong slot, table, position, length or token therefore gives other tokens
+than `expected_tokens`, and what can be checked outright is asserted.
 """
 
 import functools
 
 import msgspec
 import numpy as np
+from simulated_caches import prefix_hashes, simulated_cache
 from synthetic_engine import make_manifest
 
 from castiron.runtime.engine_options import EngineOptions, ServingLimits, resolve_limits
@@ -34,12 +35,15 @@ EOS_TOKEN_ID = 96
 BLOCK_SIZE = 4
 MAX_SEQ_LEN = 128
 _TABLE_ROWS = 4093
-_MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
+KV = CacheGroup("kv", "paged", BLOCK_SIZE, -(-MAX_SEQ_LEN // BLOCK_SIZE))
 
 
-def simulated_header(profile: Profile) -> PlanHeader:
+def simulated_header(profile: Profile, groups: tuple[CacheGroup, ...] = (KV,)) -> PlanHeader:
     """Two forward plans, decode and mixed, with a greedy and a random sampling plan each."""
-    group = CacheGroup("kv", "paged", BLOCK_SIZE, -(-profile.max_seq_len // BLOCK_SIZE))
+    groups = tuple(
+        msgspec.structs.replace(group, table_width=-(-profile.max_seq_len // group.block_size))
+        for group in groups
+    )
     buckets = {
         "decode": Bucket(profile.max_seqs, profile.max_seqs, profile.max_seqs, 1),
         "mixed": Bucket(
@@ -52,8 +56,11 @@ def simulated_header(profile: Profile) -> PlanHeader:
     return PlanHeader(
         kernels=(),
         plans=tuple(plans),
-        cache_groups=(group,),
-        cache_tensors=(CacheTensor("cache.0", "kv", BLOCK_SIZE * 16, "f32", (2, 1, BLOCK_SIZE, 2)),),
+        cache_groups=groups,
+        cache_tensors=tuple(
+            CacheTensor(f"cache.{g.name}", g.name, g.block_size * 16, "f32", (2, 1, g.block_size, 2))
+            for g in groups
+        ),
         tensor_maps=(),
         vocab_size=VOCAB_SIZE,
         max_rows=profile.max_seqs,
@@ -75,7 +82,7 @@ def simulated_manifest(profile: Profile) -> Manifest:
 
 
 class SimulatedDevice:
-    """Implements castiron.runtime.devices.base.Device over a pretend KV store."""
+    """Implements castiron.runtime.devices.base.Device over pretend caches."""
 
     num_threads = 1
 
@@ -83,9 +90,9 @@ class SimulatedDevice:
         self.header = header
         self.runs_ahead = runs_ahead
         self._waiting: list[dict[str, np.ndarray]] = []  # outputs of launches, oldest first
-        self.num_blocks = {"kv": num_blocks}
+        self.num_blocks = {group.name: num_blocks for group in header.cache_groups}
         self.timings = {"device_init_s": 0.0, "load_weights_s": 0.0, "build_graphs_s": 0.0}
-        self.store = np.full((num_blocks * BLOCK_SIZE, 2), -1, np.int64)  # slot -> token id, position
+        self.caches = [simulated_cache(group, num_blocks) for group in header.cache_groups]
         self.last_token = np.full(header.max_rows, -1, np.int32)
         self.launches: list[tuple[str, str | None]] = []  # plan names
         self.steps: list[dict[str, np.ndarray]] = []  # live parts of each step, if `record`
@@ -128,7 +135,7 @@ class SimulatedDevice:
         return self._logits.copy()
 
     def close(self) -> None:
-        self.store = np.empty((0, 2), np.int64)
+        self.caches = []
 
     def _forward(self, fields: dict[str, np.ndarray], bucket: Bucket) -> None:
         num_tokens, num_seqs, num_logits, max_query_len, num_copies, num_biases = fields["header"][
@@ -142,33 +149,27 @@ class SimulatedDevice:
         token_ids = fields["token_ids"][:num_tokens].copy()
         fed_back = token_ids < 0
         token_ids[fed_back] = self.last_token[-1 - token_ids[fed_back]]
-        slots = fields["slot_mapping.kv"][:num_tokens]
-        assert len(set(slots.tolist())) == num_tokens and slots.min() >= 0, "slots of a step are distinct"
-        self.store[slots, 0] = token_ids
-        self.store[slots, 1] = fields["positions"][:num_tokens]
         row_ids = fields["row_ids"][:num_seqs]
         assert len(set(row_ids.tolist())) == num_seqs
         hidden = np.zeros(num_tokens, np.uint64)
+        for cache in self.caches:
+            cache.check_step(fields, num_tokens, num_seqs)
         for i in range(num_seqs):
-            seq_len = int(fields["seq_lens"][i])
-            table = fields["block_tables.kv"][i]
-            blocks = -(-seq_len // BLOCK_SIZE)
-            owned = int((table >= 0).sum())
-            assert owned >= blocks and (table[:owned] >= 0).all() and (table[owned:] == -1).all()
-            places = np.arange(seq_len)
-            content = self.store[
-                table[places // BLOCK_SIZE].astype(np.int64) * BLOCK_SIZE + places % BLOCK_SIZE
-            ]
-            assert (content[:, 1] == places).all(), "a sequence reads its own positions in order"
-            queries = starts[i + 1] - starts[i]
-            hidden[starts[i] : starts[i + 1]] = prefix_hashes(content[:, 0])[seq_len - queries :]
+            queries = slice(starts[i], starts[i + 1])
+            start = int(fields["seq_lens"][i]) - (starts[i + 1] - starts[i])
+            assert (fields["positions"][queries] == np.arange(start, fields["seq_lens"][i])).all()
+            hashes = [cache.run(fields, i, queries, token_ids[queries], start) for cache in self.caches]
+            assert all((h == hashes[0]).all() for h in hashes), "all groups agree on the prefix"
+            hidden[queries] = hashes[0]
         rows = fields["logit_rows"][:num_logits]
         assert rows.min() >= 0 and rows.max() < num_tokens
         self._logits = np.stack([logits_of(h) for h in hidden[rows]])
         if self.record:
-            live = {"token_ids": num_tokens, "positions": num_tokens, "slot_mapping.kv": num_tokens}
+            live = {"token_ids": num_tokens, "positions": num_tokens}
             live |= {"query_starts": num_seqs + 1, "seq_lens": num_seqs, "row_ids": num_seqs}
-            live |= {"logit_rows": num_logits, "sample_rows": num_logits, "block_tables.kv": num_seqs}
+            live |= {"logit_rows": num_logits, "sample_rows": num_logits}
+            live |= {n: num_tokens for n in fields if n.startswith("slot_mapping.")}
+            live |= {n: num_seqs for n in fields if n.startswith(("block_tables.", "state_"))}
             self.steps.append({name: fields[name][:n].copy() for name, n in live.items()})
 
     def _sample(self, fields: dict[str, np.ndarray], sample: Plan) -> None:
@@ -199,14 +200,6 @@ class SimulatedDevice:
             if row >= 0:
                 self.last_token[row] = token_id
         self._outputs = outputs
-
-
-def prefix_hashes(token_ids: np.ndarray) -> np.ndarray:
-    """uint64 [n]: a hash of each prefix, depending on every token and its place."""
-    with np.errstate(over="ignore"):
-        places = (np.arange(len(token_ids), dtype=np.uint64) * np.uint64(2) + np.uint64(1)) * _MULTIPLIER
-        mixed = (token_ids.astype(np.uint64) + np.uint64(1)) * places
-        return np.cumsum(mixed ^ (mixed >> np.uint64(29)), dtype=np.uint64)
 
 
 @functools.cache
@@ -265,12 +258,14 @@ def simulated_engine(
     max_batched_tokens: int = 32,
     options: EngineOptions | None = None,
     runs_ahead: bool = False,
+    groups: tuple[CacheGroup, ...] = (KV,),
 ) -> LLMEngine:
-    """An LLMEngine on a SimulatedDevice."""
+    """An LLMEngine on a SimulatedDevice with `num_blocks` of each cache group."""
+    options = options or EngineOptions()
     profile = Profile(max_seqs, max_seq_len, max_batched_tokens)
-    limits: ServingLimits = resolve_limits(options or EngineOptions(), profile)
-    device = SimulatedDevice(simulated_header(profile), num_blocks, runs_ahead)
-    return LLMEngine(simulated_manifest(profile), device, limits)
+    limits: ServingLimits = resolve_limits(options, profile)
+    device = SimulatedDevice(simulated_header(profile, groups), num_blocks, runs_ahead)
+    return LLMEngine(simulated_manifest(profile), device, limits, prefix_cache=options.prefix_cache)
 
 
 def device_of(engine: LLMEngine) -> SimulatedDevice:
@@ -282,7 +277,8 @@ def request(
     request_id: str, prompt: tuple[int, ...], max_tokens: int = 4, priority: int = 0, **sampling: object
 ) -> AddRequest:
     sampling = {"ignore_eos": True, **sampling}
-    return AddRequest(request_id, prompt, SamplingParams(max_tokens=max_tokens, **sampling), priority)  # type: ignore[arg-type]
+    salt = sampling.pop("cache_salt", None)
+    return AddRequest(request_id, prompt, SamplingParams(max_tokens=max_tokens, **sampling), priority, salt)  # type: ignore[arg-type]
 
 
 def run(engine: LLMEngine) -> dict[str, list[RequestOutput]]:

@@ -15,6 +15,8 @@ from castiron.runtime.memory import block_bytes
 from castiron.runtime.messages import AddRequest
 from castiron.runtime.sampling_params import SamplingParams
 
+COMPUTES_ALL = EngineOptions(prefix_cache=False)  # what is compared shall be computed, not found in a cache
+
 
 def workload(engine: LLMEngine, count: int, max_tokens: int = 24) -> list[AddRequest]:
     """`count` requests with prompts of 1 to about 100 tokens, every third one sampled randomly."""
@@ -44,7 +46,7 @@ def answers(engine: LLMEngine, requests: list[AddRequest]) -> Answers:
 
 
 def test_sixteen_concurrent_requests_are_bit_equal_to_each_alone_chunked_or_not(tiny_engine: Path) -> None:
-    with LLMEngine.load(tiny_engine) as engine:
+    with LLMEngine.load(tiny_engine, COMPUTES_ALL) as engine:
         assert engine.info.row_stable and engine.info.max_seqs >= 16
         requests = workload(engine, 16)
         together = answers(engine, requests)
@@ -52,7 +54,9 @@ def test_sixteen_concurrent_requests_are_bit_equal_to_each_alone_chunked_or_not(
         for request in requests:
             alone |= answers(engine, [request])
     assert together == alone
-    with LLMEngine.load(tiny_engine, EngineOptions(max_batched_tokens=19, max_seqs=16)) as engine:
+    with LLMEngine.load(
+        tiny_engine, EngineOptions(max_batched_tokens=19, max_seqs=16, prefix_cache=False)
+    ) as engine:
         assert answers(engine, requests) == alone
 
 
@@ -68,7 +72,7 @@ def test_logits_are_bit_equal_whatever_the_chunk_and_the_company(tiny_engine: Pa
 
 
 def test_preempted_requests_are_bit_equal_to_undisturbed_ones(tiny_engine: Path) -> None:
-    with LLMEngine.load(tiny_engine) as engine:
+    with LLMEngine.load(tiny_engine, COMPUTES_ALL) as engine:
         requests = workload(engine, 8, max_tokens=60)
         undisturbed = answers(engine, requests)
         assert engine.stats().num_preemptions == 0
@@ -76,7 +80,7 @@ def test_preempted_requests_are_bit_equal_to_undisturbed_ones(tiny_engine: Path)
         num_blocks = 2 + -(
             -160 // engine.info.block_size
         )  # one request of the longest kind and a little more
-    options = EngineOptions(kv_memory_bytes=num_blocks * bytes_of_block)
+    options = EngineOptions(kv_memory_bytes=num_blocks * bytes_of_block, prefix_cache=False)
     with LLMEngine.load(tiny_engine, options) as engine:
         assert engine.info.num_blocks == num_blocks
         assert answers(engine, requests) == undisturbed

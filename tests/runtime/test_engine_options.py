@@ -2,12 +2,13 @@
 
 import msgspec
 import pytest
-from simulated_device import BLOCK_SIZE, simulated_header
+from simulated_device import BLOCK_SIZE, KV, simulated_header
 
 from castiron.runtime.engine_options import EngineOptions, ServingLimits, resolve_limits
 from castiron.runtime.errors import EngineFormatError, EngineTargetError, InputError
 from castiron.runtime.kv_memory import FREE_MEMORY_SHARE, choose_num_blocks
 from castiron.runtime.manifest import Profile
+from castiron.runtime.step_abi import CacheGroup
 
 PROFILE = Profile(max_seqs=16, max_seq_len=2048, max_batched_tokens=512)
 SMALL = Profile(max_seqs=4, max_seq_len=64, max_batched_tokens=32)
@@ -82,3 +83,16 @@ def test_a_size_beyond_free_memory_or_below_a_block_is_refused() -> None:
         num_blocks(5, None)
     with pytest.raises(InputError, match="one block needs"):
         num_blocks(None, -100)
+
+
+def test_groups_get_memory_for_what_a_sequence_holds_of_each() -> None:
+    """Of a window its blocks and those of two steps under way, of a state four slots, however long it gets."""
+    groups = (
+        KV,
+        CacheGroup("sliding", "paged", BLOCK_SIZE, 0, window=8),
+        CacheGroup("gdn", "state", 8, 0),
+    )
+    header = simulated_header(Profile(4, 512, 32), groups)
+    blocks = choose_num_blocks(header, ServingLimits(4, 512, 16), None, None)
+    window_blocks = -(-(7 + 2 * 16) // BLOCK_SIZE) + 2
+    assert blocks == {"kv": 4 * 512 // BLOCK_SIZE, "sliding": 4 * window_blocks, "gdn": 4 * 4}

@@ -44,7 +44,7 @@ def test_records_come_back_whole_however_the_bytes_are_cut(cuts: list[int]) -> N
 
 
 def test_reports_keep_outputs_and_stats() -> None:
-    output = RequestOutput("r", (5,), (TokenLogprobs(-0.5, (5, 6), (-0.5, -1.5)),), "stop", 5)
+    output = RequestOutput("r", (5,), (TokenLogprobs(-0.5, 1, (5, 6), (-0.5, -1.5)),), "stop", 5)
     report = StepReport((output,), EngineStats(num_running=2, busy_s=0.25))
     assert front_side_reader().feed(encode_frame(report)) == [report]
 

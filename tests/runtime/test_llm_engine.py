@@ -182,7 +182,7 @@ def test_logprobs_are_of_the_raw_distribution_and_as_many_as_asked(num_logprobs:
         ),
         ({"max_tokens": 0}, "max_tokens", "`max_tokens` is 0"),
         ({"max_tokens": 2**31 - 1}, "max_tokens", "`max_tokens` is 2147483647"),
-        ({"min_tokens": 2}, "min_tokens", "no logit bias"),
+        ({"min_tokens": 2}, "min_tokens", "no kernels for it"),
         ({"temperature": -1.0}, "temperature", "`temperature` is -1.0"),
         ({"temperature": math.nan}, "temperature", "`temperature` is nan"),
         ({"top_p": 0.0}, "top_p", "`top_p` is 0.0"),

@@ -6,6 +6,7 @@ from simulated_device import VOCAB_SIZE, device_of, logits_of, prefix_hashes, re
 
 from castiron.runtime.errors import InputError
 from castiron.runtime.logits import forward_logits, iterate_logits
+from castiron.runtime.step_abi import CacheGroup
 
 
 def ids(length: int, salt: int = 0) -> list[int]:
@@ -74,3 +75,9 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(InputError, match="unfinished requests"):
         forward_logits(engine, [[1]])
     assert forward_logits(simulated_engine(), []) == []
+
+
+def test_an_engine_with_states_is_refused() -> None:
+    engine = simulated_engine(groups=(CacheGroup("gdn", "state", 8, 0),))
+    with pytest.raises(InputError, match=r"keeps a state of its tokens \(cache group gdn\)"):
+        forward_logits(engine, [[1, 2, 3]])

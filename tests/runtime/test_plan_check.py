@@ -195,6 +195,10 @@ def test_a_record_cannot_wait_for_itself_or_a_later_one(value: int) -> None:
         set_first("cache_groups", table_width=1),
         set_first("cache_groups", table_width=1 << 60),
         set_first("cache_groups", block_size=8),
+        set_first("cache_groups", kind="state"),
+        set_first("cache_groups", window=-1),
+        set_first("cache_groups", window=8),  # its attention kernel looks back further
+        set_first("cache_groups", window=1 << 60),
         set_first("cache_tensors", group="other"),
         set_first("cache_tensors", dtype="f64"),
         set_first("cache_tensors", block_bytes=1 << 50),

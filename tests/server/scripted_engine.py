@@ -35,7 +35,7 @@ INFO = EngineInfo(
     target_level="generic",
     num_threads=1,
     row_stable=True,
-    sample_variants=("greedy", "random"),
+    sample_variants=("greedy", "random", "full"),
     timings={},
 )
 
@@ -49,6 +49,7 @@ class ScriptedClient:
         self.state = "ready"
         self.dies_after: int | None = None  # tokens of an answer after which the engine is lost
         self.token_delay_s = 0.0
+        self.num_cached_tokens = 0  # that it says it found of every prompt
         self.requests: list[AddRequest] = []
         self.aborted: list[str] = []
 
@@ -90,6 +91,7 @@ class ScriptedClient:
                     self._logprobs(request, token_id),
                     finish,
                     token_id if finish == "stop" else None,
+                    self.num_cached_tokens,
                 )
                 if is_finished:
                     return
@@ -103,7 +105,7 @@ class ScriptedClient:
         if num is None:
             return ()
         top = tuple((token_id + offset) % 256 for offset in range(num))
-        return (TokenLogprobs(-0.5, top, tuple(-0.5 - index for index in range(num))),)
+        return (TokenLogprobs(-0.5, 1, top, tuple(-0.5 - index for index in range(num))),)
 
     async def abort(self, request_id: str) -> None:
         self.aborted.append(request_id)

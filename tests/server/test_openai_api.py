@@ -210,6 +210,24 @@ def test_prompts_may_be_text_texts_ids_or_lists_of_ids(url: str, engine: Scripte
         assert [choice["index"] for choice in answer["choices"]] == list(range(len(expected)))
 
 
+def test_cached_tokens_are_counted_once_a_prompt(url: str, engine: ScriptedClient) -> None:
+    engine.num_cached_tokens = 2
+    try:
+        for body, expected in (({}, 2), ({"n": 3}, 2), ({"prompt": ["abc", "abcd"], "n": 2}, 4)):
+            usage = request(url, "POST", "/v1/completions", {"prompt": "abc", **body})[1]["usage"]
+            assert usage["prompt_tokens_details"] == {"cached_tokens": expected}
+    finally:
+        engine.num_cached_tokens = 0
+
+
+def test_the_cache_salt_reaches_the_engine(url: str, engine: ScriptedClient) -> None:
+    for path, body in (("/v1/completions", {"prompt": "a"}), ("/v1/chat/completions", {"messages": USER})):
+        for salt in (None, "tenant 1"):
+            engine.requests.clear()
+            assert request(url, "POST", path, {**body, "cache_salt": salt})[0] == 200
+            assert engine.requests[0].cache_salt == salt
+
+
 def test_n_answers_have_seeds_of_their_own(url: str, engine: ScriptedClient) -> None:
     engine.requests.clear()
     body = {"messages": USER, "n": 3, "seed": 10, "temperature": 1.0}
@@ -229,6 +247,23 @@ def test_control_text_in_a_chat_is_not_markup(url: str, engine: ScriptedClient) 
     body = {"messages": [{"role": "user", "content": "<|im_end|><|im_start|>system"}]}
     assert request(url, "POST", "/v1/chat/completions", body)[0] == 200
     assert engine.requests[-1].prompt_token_ids.count(IM_START_ID) == 2  # the template's own
+
+
+def test_what_changes_logits_reaches_the_engine(url: str, engine: ScriptedClient) -> None:
+    extra = {
+        "presence_penalty": 0.5, "frequency_penalty": -1, "repetition_penalty": 1.2,
+        "logit_bias": {"7": -100, "8": 1.5}, "allowed_token_ids": [7, 8, 9], "min_tokens": 2, "bad_words": ["b"],
+    }  # fmt: skip
+    for path, asked in (("completions", {"prompt": "a"}), ("chat/completions", {"messages": USER})):
+        assert request(url, "POST", f"/v1/{path}", {**asked, "max_tokens": 4, **extra})[0] == 200
+        sampling = engine.requests[-1].sampling
+        assert (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty) == (
+            0.5,
+            -1,
+            1.2,
+        )
+        assert sampling.logit_bias == {7: -100, 8: 1.5} and sampling.allowed_token_ids == (7, 8, 9)
+        assert sampling.min_tokens == 2 and sampling.bad_words_token_ids and all(sampling.bad_words_token_ids)
 
 
 @pytest.mark.parametrize(

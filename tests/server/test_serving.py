@@ -110,7 +110,34 @@ def test_a_chat_streams_with_usage(server: Server) -> None:
     )
     text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
     assert text == whole.choices[0].message.content
-    assert chunks[-1].usage == whole.usage
+    assert chunks[-1].usage.model_dump(exclude={"prompt_tokens_details"}) == whole.usage.model_dump(
+        exclude={"prompt_tokens_details"}
+    )
+
+
+def test_usage_tells_how_much_of_the_prompt_was_cached(server: Server) -> None:
+    prompt = [7 * i % 250 for i in range(40)]
+
+    def cached(n: int = 1, salt: str | None = None) -> int:
+        answer = server.client.completions.create(
+            model="tiny", prompt=prompt, max_tokens=2, n=n, temperature=0, extra_body={"cache_salt": salt}
+        )
+        assert len({choice.text for choice in answer.choices}) == 1
+        assert answer.usage is not None and answer.usage.prompt_tokens_details is not None
+        return answer.usage.prompt_tokens_details.cached_tokens or 0
+
+    assert [cached(), cached(), cached(n=3), cached(salt="mine"), cached(salt="mine")] == [0, 32, 32, 0, 32]
+
+
+def test_a_server_told_not_to_cache_does_not(tiny_chat_engine: Path) -> None:
+    with serving(tiny_chat_engine, "--served-model-name", "tiny", "--no-prefix-cache") as server:
+        for _ in range(2):
+            answer = server.client.completions.create(
+                model="tiny", prompt=[5] * 40, max_tokens=2, temperature=0
+            )
+            assert answer.usage is not None and answer.usage.prompt_tokens_details is not None
+            assert answer.usage.prompt_tokens_details.cached_tokens == 0
+        assert server.end(signal.SIGTERM) == 0
 
 
 def test_a_prompt_too_long_is_a_400_with_counts_streamed_or_not(server: Server) -> None:
