@@ -156,9 +156,11 @@ class BlockManager:
     def left_beside(self, promised: Iterable[tuple[int, int]]) -> tuple[int, ...]:
         """Free blocks of each group once rows have what they are promised: pairs of row and tokens."""
         left = [group.pool.num_free for group in self.groups]
+        room = self._room
         for row, num_tokens in promised:
-            for index, group in enumerate(self.groups):
-                left[index] -= group.num_promised(row, num_tokens)
+            if num_tokens > room[row]:  # else it has them: most rows, most of the time
+                for index, group in enumerate(self.groups):
+                    left[index] -= group.num_promised(row, num_tokens)
         return tuple(left)
 
     def num_needed(self, num_tokens: int, hit: PrefixHit = _NO_HIT) -> tuple[int, ...]:

@@ -50,7 +50,8 @@ class EngineClient:
         self._idle.set()
         # every request the process may still report on; None: nobody listens any more
         self._streams: dict[str, _Queue | None] = {}
-        self._watchdog = Watchdog(step_timeout_s, self._kill_silent_child)
+        self._progress = _progress(child.stats)
+        self._watchdog = Watchdog(step_timeout_s, self._kill_stalled_child)
         self._supervisor = asyncio.create_task(self._supervise())
 
     @classmethod
@@ -65,7 +66,7 @@ class EngineClient:
     ) -> "EngineClient":
         """Spawn a process and load the engine at `path` in it.
 
-        `step_timeout_s`: a busy process silent for so long is killed (and restarted). Raises what
+        `step_timeout_s`: a busy process that moves no request for so long is killed (and restarted). Raises what
         LLMEngine.load would, and WorkFailedError if the process can't be run.
         """
         options = options or EngineOptions()
@@ -82,8 +83,8 @@ class EngineClient:
 
     @property
     def is_healthy(self) -> bool:
-        """Whether requests are taken: ready, or soon again."""
-        return self._state in ("ready", "restarting")
+        """Whether requests are taken and answered: not while the process is restarted, or gets nowhere."""
+        return self._state == "ready" and not self._watchdog.is_worried
 
     @property
     def pid(self) -> int:
@@ -167,7 +168,9 @@ class EngineClient:
         while True:
             try:
                 async for report in self._child.reports():
-                    self._watchdog.feed()
+                    if (progress := _progress(report.stats)) != self._progress:
+                        self._progress = progress
+                        self._watchdog.feed()
                     for output in report.outputs:
                         self._deliver(output)
                 error = await self._child.end()
@@ -220,5 +223,12 @@ class EngineClient:
         for request_id in tuple(self._streams):
             self._deliver(RequestOutput(request_id, (), finish_reason=finish_reason, error=error))
 
-    def _kill_silent_child(self) -> None:
-        self._child.kill(f"the engine process was silent for {self._watchdog.timeout_s:g} s and was killed")
+    def _kill_stalled_child(self) -> None:
+        self._child.kill(
+            f"the engine process had requests and moved none for {self._watchdog.timeout_s:g} s, so it was killed"
+        )
+
+
+def _progress(stats: EngineStats) -> tuple[int, ...]:
+    """What changes when a step computes or ends something."""
+    return stats.num_prompt_tokens, stats.num_generated_tokens, stats.num_finished, stats.num_aborted

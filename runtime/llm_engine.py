@@ -275,16 +275,16 @@ class LLMEngine:
 
     def _append_tokens(self, step: ScheduledStep, sampled: dict[str, np.ndarray]) -> list[RequestOutput]:
         """Give each sampled sequence its token; finished ones leave, and what they get later is dropped."""
-        outputs = []
+        outputs: list[RequestOutput] = []
+        known = self.rows.token_ids
         token_ids = sampled["sampled_token_ids"][: len(step.sampled)].tolist()
         for index, (sequence, token_id) in enumerate(zip(step.sampled, token_ids, strict=True)):
             sequence.num_pending_tokens -= 1
             if sequence.is_finished:
                 continue
             if sequence.row >= 0:
-                self.rows.token_ids[sequence.row, sequence.num_tokens] = token_id
+                known[sequence.row, sequence.num_tokens] = token_id
             finish_reason = sequence.append(token_id)
-            self._num_generated_tokens += 1
             logprobs: tuple[TokenLogprobs, ...] = ()
             if sequence.sampling.logprobs is not None:
                 logprobs = (_token_logprobs(sampled, index, sequence.sampling),)
@@ -301,6 +301,7 @@ class LLMEngine:
             if finish_reason is not None:
                 self.scheduler.remove(sequence.request_id)
                 self._num_finished += 1
+        self._num_generated_tokens += len(outputs)
         return outputs
 
 

@@ -137,9 +137,13 @@ class Scheduler:
 
     def _schedule_running(self, budget: int) -> int:
         """Give running sequences their tokens, decoding ones first; the budget that is left."""
-        remaining = [(s, s.num_remaining_tokens) for s in self._running]
-        decoding = [item for item in remaining if item[1] == 1]
-        prefilling = [item for item in remaining if item[1] > 1]
+        decoding, prefilling = [], []
+        for sequence in self._running:
+            count = sequence.num_remaining_tokens
+            if count == 1:
+                decoding.append((sequence, 1))
+            elif count > 1:
+                prefilling.append((sequence, count))
         for sequence, count in decoding + prefilling:
             if budget == 0:
                 break

@@ -95,10 +95,11 @@ class Sequence:
 
     def append(self, token_id: int) -> str | None:
         """Add a sampled token; the finish reason if it was the last one."""
-        self.output_token_ids.append(token_id)
+        output_token_ids, sampling = self.output_token_ids, self.sampling
+        output_token_ids.append(token_id)
         self.num_tokens += 1
-        if token_id in self.stop_token_ids and len(self.output_token_ids) >= self.sampling.min_tokens:
+        if token_id in self.stop_token_ids and len(output_token_ids) >= sampling.min_tokens:
             return "stop"
-        if len(self.output_token_ids) >= self.sampling.max_tokens:
+        if len(output_token_ids) >= sampling.max_tokens:
             return "length"  # never past max_seq_len: prompt + max_tokens was checked at admission
         return None

@@ -1,4 +1,4 @@
-"""Notices an engine process that is alive but no longer steps."""
+"""Notices an engine process that is alive but gets nowhere: it no longer steps, or its steps move no request."""
 
 import asyncio
 from collections.abc import Callable
@@ -7,9 +7,9 @@ STEP_TIMEOUT_S = 300.0  # far beyond the longest step: a full prefill chunk of a
 
 
 class Watchdog:
-    """Calls `on_silence` once if, while it is awake, `timeout_s` pass without a sign of life.
+    """Calls `on_silence` once if, while it is awake, `timeout_s` pass without progress.
 
-    One timer serves any number of signs: it looks at the time of the last one when it goes off.
+    One timer serves any number of signs of it: it looks at the time of the last one when it goes off.
     """
 
     def __init__(self, timeout_s: float, on_silence: Callable[[], None]) -> None:
@@ -19,14 +19,19 @@ class Watchdog:
         self._last_sign = 0.0
         self._timer: asyncio.TimerHandle | None = None
 
+    @property
+    def is_worried(self) -> bool:
+        """Whether half the time has passed."""
+        return self._timer is not None and self._loop.time() - self._last_sign >= self.timeout_s / 2
+
     def wake(self) -> None:
-        """Work was given: expect signs of life from now on."""
+        """Work was given: expect progress from now on."""
         if self._timer is None:
             self.feed()
             self._timer = self._loop.call_later(self.timeout_s, self._look)
 
     def feed(self) -> None:
-        """A sign of life."""
+        """There was progress."""
         self._last_sign = self._loop.time()
 
     def rest(self) -> None:

@@ -84,8 +84,10 @@ def make_app(model: ServedModel) -> web.Application:
     """All routes."""
 
     async def health(_: web.Request) -> web.Response:
-        healthy = model.client.is_healthy and model.client.state == "ready"
-        return json_response({"status": model.client.state}, 200 if healthy else 503)
+        healthy, status = model.client.is_healthy, model.client.state
+        if not healthy and status == "ready":
+            status = "stalled"
+        return json_response({"status": status}, 200 if healthy else 503)
 
     async def models(_: web.Request) -> web.Response:
         return json_response({"object": "list", "data": [_model_card(model)]})

@@ -8,6 +8,7 @@ exit                ends without a word
 fail-once PATH      the device fails at its 4th launch, the first time only (PATH marks it)
 fail-always         the device fails at its 2nd launch
 hang-once PATH      a step never ends, the first time only
+stall-once PATH     steps are reported, but nothing is scheduled, the first time only
 """
 
 import os
@@ -37,10 +38,12 @@ def load(path: Path, options: EngineOptions) -> LLMEngine:
         slow_down(device, 0.01)
     elif name == "fail-always":
         device.fail_at_launch = 1
-    elif name in ("fail-once", "hang-once") and not Path(mark).exists():
+    elif name in ("fail-once", "hang-once", "stall-once") and not Path(mark).exists():
         Path(mark).touch()
         if name == "fail-once":
             device.fail_at_launch = 3
+        elif name == "stall-once":
+            engine.scheduler.schedule = lambda: time.sleep(0.01)  # type: ignore[method-assign]
         else:
             slow_down(device, 1e6)
     return engine

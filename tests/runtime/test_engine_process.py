@@ -199,14 +199,20 @@ def test_an_engine_that_fails_again_and_again_is_given_up() -> None:
     run(work())
 
 
-def test_a_silent_process_is_killed_and_replaced(tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["hang", "stall"])
+def test_a_process_that_gets_nowhere_is_unhealthy_then_killed_and_replaced(tmp_path: Path, how: str) -> None:
     async def work() -> None:
-        client = await start(f"hang-once {tmp_path / 'mark'}", step_timeout_s=0.5)
-        await asyncio.sleep(0.8)  # idle silence is fine
-        outputs = await collect(client, request("a", prompt(3), 2))
-        assert outputs[-1].finish_reason == "error" and "silent for 0.5 s and was killed" in str(
-            outputs[-1].error
-        )
+        client = await start(f"{how}-once {tmp_path / 'mark'}", step_timeout_s=1.0)
+        await asyncio.sleep(1.2)
+        assert client.is_healthy  # idle silence is fine
+        asked = asyncio.create_task(collect(client, request("a", prompt(3), 2)))
+        await asyncio.sleep(0.1)
+        assert client.is_healthy
+        await until(lambda: not client.is_healthy)
+        assert client.state == "ready" and not asked.done()  # told before it is too late
+        outputs = await asked
+        assert outputs[-1].finish_reason == "error"
+        assert "had requests and moved none for 1 s, so it was killed" in str(outputs[-1].error)
         assert (await collect(client, request("b", prompt(3), 2)))[-1].finish_reason == "length"
         await client.stop()
 

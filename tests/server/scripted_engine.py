@@ -55,7 +55,7 @@ class ScriptedClient:
 
     @property
     def is_healthy(self) -> bool:
-        return self.state in ("ready", "restarting")
+        return self.state == "ready"
 
     def validate(self, request: AddRequest) -> None:
         validate_request(request, self.info)
