@@ -30,6 +30,7 @@ from castiron.runtime.step_abi import (
     bucket_capacities,
     layout,
     output_fields,
+    resolve_dims,
     step_fields,
     views,
 )
@@ -90,10 +91,10 @@ class TimedDevice:
         self._views = [[views(block, fields, c) for c in capacities] for block in blocks]
         rows = header.max_rows
         ids = np.random.default_rng(0).integers(1, header.vocab_size, (64, rows), np.int32)
-        self._outputs = [
-            {f.name: np.zeros((rows, *f.dims[1:]), f.dtype) for f in output_fields()}  # type: ignore[arg-type]
-            for _ in ids
+        outputs = [
+            (field.name, resolve_dims(field, {"max_logits": rows}), field.dtype) for field in output_fields()
         ]
+        self._outputs = [{name: np.zeros(shape, dtype) for name, shape, dtype in outputs} for _ in ids]
         for output, row in zip(self._outputs, ids, strict=True):
             output["sampled_token_ids"] = row
 

@@ -199,5 +199,8 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--max-seqs", type=positive_int, metavar="N", help="sequences running at once")
     group.add_argument("--max-seq-len", type=positive_int, metavar="N", help="tokens a sequence may have")
     group.add_argument(
+        "--record", metavar="FILE", help="write every request (prompts too) and step there, to be replayed"
+    )
+    group.add_argument(
         "--no-prefix-cache", action="store_true", help="compute every prompt whole, shared prefixes too"
     )

@@ -16,6 +16,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     max_seqs: int | None = None  # sequences running at once
     max_seq_len: int | None = None  # tokens of a sequence, prompt and output together
     max_batched_tokens: int | None = None  # tokens of one step
+    record: str | None = None  # file that gets every request and step, to be replayed (request_trace.py)
     prefix_cache: bool = True  # requests share the cached blocks of the prefix they have in common
 
 

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from types import TracebackType
 
+import msgspec
 import numpy as np
 
 from castiron.runtime.admission import validate_request
@@ -24,6 +25,15 @@ from castiron.runtime.errors import RequestError
 from castiron.runtime.manifest import Manifest
 from castiron.runtime.messages import AddRequest, RequestOutput, TokenLogprobs
 from castiron.runtime.plan_table import FULL, GREEDY, RANDOM, PlanTable
+from castiron.runtime.request_trace import (
+    Aborted,
+    Arrived,
+    Recorder,
+    TraceHeader,
+    TraceWriter,
+    header_of,
+    stepped,
+)
 from castiron.runtime.row_table import RowTable
 from castiron.runtime.sampling_params import SamplingParams
 from castiron.runtime.scheduler import ScheduledStep, Scheduler
@@ -95,6 +105,8 @@ class LLMEngine:
             timings=self.timings,
             warnings=warnings,
         )
+        self._prefix_cache = prefix_cache
+        self._recorder: Recorder | None = None
         self._early_outputs: list[RequestOutput] = []  # of requests that ended between steps
         self._in_flight: ScheduledStep | None = None  # launched, not read
         self._read_until_s = 0.0
@@ -116,8 +128,9 @@ class LLMEngine:
         # imported here: only an engine on a real device needs a device's library
         from castiron.runtime.load_engine import load_engine
 
-        loaded = load_engine(path, options or EngineOptions())
-        return cls(
+        options = options or EngineOptions()
+        loaded = load_engine(path, options)
+        engine = cls(
             loaded.manifest,
             loaded.device,
             loaded.limits,
@@ -125,6 +138,21 @@ class LLMEngine:
             num_threads=loaded.num_threads,
             load_plan_s=loaded.load_plan_s,
         )
+        if options.record is not None:
+            try:
+                engine.start_recording(TraceWriter(options.record))
+            except BaseException:
+                engine.close()
+                raise
+        return engine
+
+    def start_recording(self, recorder: Recorder) -> TraceHeader:
+        """From now on give everything that decides a schedule to the recorder; its header. The engine must be idle."""
+        assert not self.has_unfinished() and self._num_steps == 0, "a record starts with the engine"
+        header = header_of(self.info, self._prefix_cache)
+        recorder.record(header)
+        self._recorder = recorder
+        return header
 
     def __enter__(self) -> "LLMEngine":
         return self
@@ -139,6 +167,8 @@ class LLMEngine:
 
     def close(self) -> None:
         """Free the device; the engine can't be used afterwards."""
+        if self._recorder is not None:
+            self._recorder.close()
         self.device.close()
 
     def validate(self, request: AddRequest) -> None:
@@ -155,12 +185,17 @@ class LLMEngine:
         keys = self.blocks.new_keys(_domains(request))
         sequence = Sequence.from_request(request, self._num_arrivals, self.info.eos_token_ids, keys)
         self._num_arrivals += 1
+        if self._recorder is not None:
+            sampling = msgspec.structs.replace(request.sampling, seed=sequence.seed)
+            self._recorder.record(Arrived(msgspec.structs.replace(request, sampling=sampling)))
         self.scheduler.add(sequence)
 
     def abort(self, request_id: str) -> bool:
         """End a request; its last output comes from the next step. False if no such request is unfinished."""
         if self.scheduler.remove(request_id) is None:
             return False
+        if self._recorder is not None:
+            self._recorder.record(Aborted(request_id))
         self._num_aborted += 1
         self._early_outputs.append(RequestOutput(request_id, (), finish_reason="abort"))
         return True
@@ -175,7 +210,7 @@ class LLMEngine:
         Raises WorkFailedError if the device failed: the engine is lost then.
         """
         outputs, self._early_outputs = self._early_outputs, []
-        step = self.scheduler.schedule()
+        step = launched = self.scheduler.schedule()
         if step is not None:
             self._launch(step)
         step, self._in_flight = self._in_flight, step
@@ -184,6 +219,8 @@ class LLMEngine:
         if self._in_flight is not None and not (self.device.runs_ahead and self.scheduler.has_unfinished()):
             step, self._in_flight = self._in_flight, None
             outputs += self._read(step)
+        if self._recorder is not None:
+            self._recorder.record(stepped(launched, outputs))
         return outputs
 
     def generate(self, requests: Iterable[AddRequest]) -> Iterator[RequestOutput]:

@@ -84,9 +84,8 @@ def make_app(model: ServedModel) -> web.Application:
     """All routes."""
 
     async def health(_: web.Request) -> web.Response:
-        healthy, status = model.client.is_healthy, model.client.state
-        if not healthy and status == "ready":
-            status = "stalled"
+        healthy = model.client.is_healthy
+        status = "stalled" if not healthy and model.client.state == "ready" else model.client.state
         return json_response({"status": status}, 200 if healthy else 503)
 
     async def models(_: web.Request) -> web.Response:

@@ -15,6 +15,7 @@ def engine_options(args: argparse.Namespace, default_max_seqs: int | None = None
         num_threads=args.threads,
         max_seqs=args.max_seqs if args.max_seqs is not None else default_max_seqs,
         max_seq_len=args.max_seq_len,
+        record=args.record,
         prefix_cache=not args.no_prefix_cache,
     )
 

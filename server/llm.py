@@ -49,7 +49,7 @@ class LLM:
     Not for several threads at once.
     """
 
-    def __init__(self, engine: str | os.PathLike[str], **engine_options: int | None) -> None:
+    def __init__(self, engine: str | os.PathLike[str], **engine_options: int | str | None) -> None:
         """`engine_options` are the fields of EngineOptions (kv_memory_bytes, num_threads, max_seqs, prefix_cache, …).
 
         Raises InputError for an unknown option, else as LLMEngine.load.
