@@ -25,6 +25,7 @@ from castiron.runtime.errors import RequestError
 from castiron.runtime.manifest import Manifest
 from castiron.runtime.messages import AddRequest, RequestOutput, TokenLogprobs
 from castiron.runtime.plan_table import FULL, GREEDY, RANDOM, PlanTable
+from castiron.runtime.prompt_logprobs import token_logprobs
 from castiron.runtime.request_trace import (
     Aborted,
     Arrived,
@@ -77,7 +78,7 @@ class LLMEngine:
             domains=engine_domains(manifest) if prefix_cache else None,
         )
         self.plans = PlanTable(device.header, limits)
-        self.scheduler = Scheduler(self.rows, self.blocks, limits.max_batched_tokens)
+        self.scheduler = Scheduler(self.rows, self.blocks, limits.max_batched_tokens, self.plans.max_logits)
         self.timings = {"load_plan_s": load_plan_s, **device.timings}
         context = manifest.model.config.get("max_position_embeddings")
         self.info = EngineInfo(
@@ -216,12 +217,16 @@ class LLMEngine:
         step, self._in_flight = self._in_flight, step
         if step is not None:
             outputs += self._read(step)
-        if self._in_flight is not None and not (self.device.runs_ahead and self.scheduler.has_unfinished()):
+        if self._in_flight is not None and not self._may_run_ahead(self._in_flight):
             step, self._in_flight = self._in_flight, None
             outputs += self._read(step)
         if self._recorder is not None:
             self._recorder.record(stepped(launched, outputs))
         return outputs
+
+    def _may_run_ahead(self, step: ScheduledStep) -> bool:
+        """Whether the next step may be launched before this one is read: not if its logits are read, too."""
+        return self.device.runs_ahead and not step.prompt_logits and self.scheduler.has_unfinished()
 
     def generate(self, requests: Iterable[AddRequest]) -> Iterator[RequestOutput]:
         """Add all requests and step until they are done; leaving early aborts the rest.
@@ -269,7 +274,7 @@ class LLMEngine:
         given = step.input
         num_tokens = int(given.counts.sum())
         forward = self.plans.choose_forward(
-            num_tokens, len(given.counts), max(1, len(step.sampled)), int(given.counts.max())
+            num_tokens, len(given.counts), max(1, len(given.logit_tokens)), int(given.counts.max())
         )
         sample = None
         if step.sampled:
@@ -284,7 +289,8 @@ class LLMEngine:
             sequence.num_pending_tokens += 1
         if step.sampled:
             ends = given.starts + given.counts
-            reaches_end = np.searchsorted(np.cumsum(given.counts), given.logit_tokens + 1)
+            last_tokens = given.logit_tokens[: len(step.sampled)]
+            reaches_end = np.searchsorted(np.cumsum(given.counts), last_tokens + 1)
             self.rows.expect_tokens(given.sample_rows, ends[reaches_end])
         self._num_steps += 1
         self._num_prompt_tokens += num_tokens - step.num_decoding
@@ -308,7 +314,20 @@ class LLMEngine:
         self._busy_s += now_s - self._read_until_s
         self._read_until_s = now_s
         self.scheduler.confirm(step)
+        if step.prompt_logits:
+            self._read_prompt_logprobs(step)
         return self._append_tokens(step, sampled) if step.sampled else []
+
+    def _read_prompt_logprobs(self, step: ScheduledStep) -> None:
+        """Keep the log probabilities of the prompt tokens that follow this step's."""
+        logits = self.device.read_logits(len(step.input.logit_tokens))
+        place = len(step.sampled)
+        for sequence, start, count in step.prompt_logits:
+            token_ids = sequence.prompt_token_ids[start + 1 : start + 1 + count]
+            num_top = sequence.sampling.prompt_logprobs or 0
+            found = token_logprobs(logits[place : place + count], token_ids, num_top)
+            sequence.prompt_logprobs[start : start + count] = found
+            place += count
 
     def _append_tokens(self, step: ScheduledStep, sampled: dict[str, np.ndarray]) -> list[RequestOutput]:
         """Give each sampled sequence its token; finished ones leave, and what they get later is dropped."""
@@ -333,6 +352,7 @@ class LLMEngine:
                     finish_reason,
                     token_id if finish_reason == "stop" else None,
                     sequence.num_cached_tokens,
+                    prompt_logprobs=_prompt_logprobs(sequence),
                 )
             )
             if finish_reason is not None:
@@ -345,6 +365,15 @@ class LLMEngine:
 def _domains(request: AddRequest) -> Domains:
     """What a request's cached blocks must have in common with another's, beside their tokens."""
     return () if request.cache_salt is None else (("cache_salt", request.cache_salt.encode()),)
+
+
+def _prompt_logprobs(sequence: Sequence) -> tuple[TokenLogprobs, ...]:
+    """Given out once, with the first token."""
+    if not sequence.prompt_logprobs or len(sequence.output_token_ids) > 1:
+        return ()
+    found = tuple(entry for entry in sequence.prompt_logprobs if entry is not None)
+    assert len(found) == len(sequence.prompt_token_ids) - 1, "a prompt token without log probabilities"
+    return found
 
 
 def _token_logprobs(sampled: dict[str, np.ndarray], index: int, sampling: SamplingParams) -> TokenLogprobs:

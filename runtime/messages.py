@@ -38,6 +38,8 @@ class RequestOutput(msgspec.Struct, frozen=True, tag="output"):
     stop_token_id: int | None = None  # the token that ended it (it is the last of new_token_ids)
     num_cached_tokens: int = 0  # prompt tokens served from the prefix cache
     error: str | None = None
+    # with the first token, if asked for: of each prompt token but the first
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 FrontToEngine = AddRequest | AbortRequest

@@ -26,6 +26,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     temperature 0 is greedy; top_k 0 or -1, top_p 1 and min_p 0 are off. `seed` None draws one at admission;
     a negative one stands for its two's complement, as 64-bit integers have it.
     `logprobs` None returns none, 0 the sampled token's, n the n most likely as well: of the model's own distribution.
+    `prompt_logprobs`: the same for the prompt's tokens, but the first; such a prompt is computed whole, never cached.
     `bad_words_token_ids`: sequences of ids that an output must not contain.
     """
 
@@ -45,6 +46,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     ignore_eos: bool = False
     stop_token_ids: tuple[int, ...] = ()
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
     @property
     def has_penalty(self) -> bool:
@@ -89,6 +91,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             (
                 "logprobs",
                 self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS,
+                f"an integer from 0 to {MAX_LOGPROBS}",
+            ),
+            (
+                "prompt_logprobs",
+                self.prompt_logprobs is None or 0 <= self.prompt_logprobs <= MAX_LOGPROBS,
                 f"an integer from 0 to {MAX_LOGPROBS}",
             ),
         )

@@ -41,15 +41,21 @@ class ScheduledStep:
     sampled: tuple[Sequence, ...]  # those that get a token, one a logit row
     num_decoding: int  # sequences whose only token here is their last output token
     input: StepInput
+    # (sequence, position, count): logit rows behind the sampled ones, of prompt tokens from this position on
+    prompt_logits: tuple[tuple[Sequence, int, int], ...] = ()
 
 
 class Scheduler:
     """Waiting and running sequences over the rows and blocks of one engine."""
 
-    def __init__(self, rows: RowTable, blocks: BlockManager, max_batched_tokens: int) -> None:
+    def __init__(
+        self, rows: RowTable, blocks: BlockManager, max_batched_tokens: int, max_logits: int
+    ) -> None:
         self.rows = rows
         self.blocks = blocks
         self.max_batched_tokens = max_batched_tokens
+        self.max_logits = max_logits  # rows of logits a step may ask for: one a row at least
+        self._spare_logits = 0  # of the step that is put together, beside one for each sequence
         self.num_preemptions = 0
         self.num_cache_query_tokens = 0
         self.num_cache_hit_tokens = 0
@@ -109,6 +115,7 @@ class Scheduler:
         if not self._sequences:
             return None
         num_preemptions = self.num_preemptions
+        self._spare_logits = self.max_logits - len(self._running)
         budget = self._schedule_running(self.max_batched_tokens)
         if self.num_preemptions == num_preemptions:
             self._admit_waiting(budget)
@@ -150,7 +157,9 @@ class Scheduler:
             if sequence.row < 0:
                 continue  # preempted a moment ago
             if count > 1:
-                count = self.blocks.chunk_tokens(sequence.num_computed_tokens, min(count, budget))
+                count = self.blocks.chunk_tokens(
+                    sequence.num_computed_tokens, self._within_logits(sequence, min(count, budget))
+                )
             num_tokens = sequence.num_computed_tokens + count
             while not self.blocks.grow(sequence.row, num_tokens):
                 budget += self._preempt_last()
@@ -168,6 +177,8 @@ class Scheduler:
         reservation: Reservation | None = None
         place = 0
         while place < min(len(self._waiting), MAX_PASSED_OVER) and budget > 0 and self.rows.num_free:
+            if self._spare_logits < 1:
+                return  # a prompt's log probabilities take them: in the next step
             if left is None:
                 left = self.blocks.left_beside(
                     (s.row, s.num_tokens + s.num_pending_tokens + 1) for s in self._running
@@ -219,10 +230,19 @@ class Scheduler:
         if sequence.prefix_keys is not None and not sequence.skip_cache_read:
             self.num_cache_query_tokens += sequence.num_tokens
             self.num_cache_hit_tokens += hit.num_tokens
-        count = min(sequence.num_tokens - hit.num_tokens, budget)
+        self._spare_logits -= 1
+        count = self._within_logits(sequence, min(sequence.num_tokens - hit.num_tokens, budget))
         count = sequence.num_scheduled_tokens = self.blocks.chunk_tokens(hit.num_tokens, count)
         has_room = self.blocks.grow(row, hit.num_tokens + count)
         assert has_room
+        return count
+
+    def _within_logits(self, sequence: Sequence, count: int) -> int:
+        """How many of `count` tokens it may compute, if it wants the logits of its prompt: a row of logits each."""
+        if not sequence.prompt_logprobs or sequence.num_computed_tokens >= len(sequence.prompt_token_ids):
+            return count
+        count = min(count, 1 + self._spare_logits)
+        self._spare_logits -= count - 1
         return count
 
     def _reserve(self, front: Sequence) -> Reservation:
@@ -273,11 +293,14 @@ class Scheduler:
         counts = np.array([s.num_scheduled_tokens for s in scheduled], np.int32)
         sampled: list[Sequence] = []
         reaches_end: list[int] = []  # their places in `scheduled`
+        wants_logits: list[int] = []  # places of those whose prompt's log probabilities are asked for
         num_decoding = 0
         for place, sequence in enumerate(scheduled):
             count, sequence.num_scheduled_tokens = sequence.num_scheduled_tokens, 0
             num_computed = sequence.num_computed_tokens = sequence.num_computed_tokens + count
             num_pending = sequence.num_pending_tokens
+            if sequence.prompt_logprobs:
+                wants_logits.append(place)
             if num_computed == sequence.num_tokens + num_pending:
                 sampled.append(sequence)
                 reaches_end.append(place)
@@ -288,9 +311,18 @@ class Scheduler:
             logit_tokens, sample_rows = last_tokens[reaches_end], rows[reaches_end]
         else:
             logit_tokens, sample_rows = last_tokens, rows
+        prompt_logits: list[tuple[Sequence, int, int]] = []
+        for place in wants_logits:
+            sequence, start = scheduled[place], int(starts[place])
+            count = min(start + int(counts[place]), len(sequence.prompt_token_ids) - 1) - start
+            if count > 0:
+                first = int(last_tokens[place]) + 1 - int(counts[place])
+                logit_tokens = np.append(logit_tokens, np.arange(first, first + count, dtype=np.int32))
+                prompt_logits.append((sequence, start, count))
         return ScheduledStep(
             sequences=tuple(scheduled),
             sampled=tuple(sampled),
             num_decoding=num_decoding,
             input=StepInput(rows, starts, counts, logit_tokens, sample_rows),
+            prompt_logits=tuple(prompt_logits),
         )

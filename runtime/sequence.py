@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from castiron.runtime.block_manager import PrefixKeys
-from castiron.runtime.messages import AddRequest
+from castiron.runtime.messages import AddRequest, TokenLogprobs
 from castiron.runtime.sampling_params import SamplingParams
 
 
@@ -32,6 +32,8 @@ class Sequence:
     row: int = -1  # -1 = waiting
     num_computed_tokens: int = 0  # in the cache once the steps that were launched are done
     num_pending_tokens: int = 0  # sampled by steps that the host hasn't read yet: 0 or 1
+    # by position, of the prompt's tokens but the first, as they are read; [] unless they are asked for
+    prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     needs_output: bool = False  # its next token depends on the last one in ways only the host knows
     is_finished: bool = False  # ended or aborted: tokens still to come are dropped
     num_scheduled_tokens: int = 0  # in the step being put together
@@ -62,6 +64,8 @@ class Sequence:
             stop_token_ids=frozenset(eos) | frozenset(sampling.stop_token_ids),
             num_tokens=len(request.prompt_token_ids),
             needs_output=sampling.needs_output,
+            prompt_logprobs=_empty_prompt_logprobs(request),
+            skip_cache_read=sampling.prompt_logprobs is not None,
             prompt_array=np.array(request.prompt_token_ids, np.int32),
             prefix_keys=prefix_keys,
         )
@@ -103,3 +107,8 @@ class Sequence:
         if len(output_token_ids) >= sampling.max_tokens:
             return "length"  # never past max_seq_len: prompt + max_tokens was checked at admission
         return None
+
+
+def _empty_prompt_logprobs(request: AddRequest) -> list[TokenLogprobs | None]:
+    is_asked = request.sampling.prompt_logprobs is not None
+    return [None] * (len(request.prompt_token_ids) - 1) if is_asked else []

@@ -28,7 +28,7 @@ class StepInput:
     starts: np.ndarray  # int32 [num_seqs], tokens in the cache before the step
     counts: np.ndarray  # int32 [num_seqs], >= 1
     logit_tokens: np.ndarray  # int32 [num_logits], index among the step's tokens; may be empty
-    sample_rows: np.ndarray  # int32, one a logit token, or empty: nothing is sampled
+    sample_rows: np.ndarray  # int32, of the first logit tokens; of the others the logits alone are wanted
     is_full: bool = False  # sampled by the full variant, which reads penalties, biases and masks
 
 
@@ -93,24 +93,27 @@ def _fill_sampling(
         views["logit_rows"][0] = num_tokens - 1
     else:
         views["logit_rows"][:num_logits] = step.logit_tokens
-    if len(step.sample_rows):
+    num_sampled = len(step.sample_rows)
+    if num_sampled:
         owners = step.sample_rows
-        views["sample_rows"][:num_logits] = owners
+        views["sample_rows"][:num_sampled] = owners
         for name in SAMPLING_FIELDS:
-            np.take(getattr(rows, name), owners, out=views[name][:num_logits], mode="clip")
+            np.take(getattr(rows, name), owners, out=views[name][:num_sampled], mode="clip")
         # the token after position p is output token p + 1 - prompt_len
-        views["output_position"][:num_logits] = positions[step.logit_tokens] + 1 - rows.prompt_lens[owners]
-    else:
+        sampled_positions = positions[step.logit_tokens[:num_sampled]]
+        views["output_position"][:num_sampled] = sampled_positions + 1 - rows.prompt_lens[owners]
+    if num_sampled < num_logits:
         for name, value in _NEUTRAL_SAMPLING.items():
-            views[name][:num_logits] = value
+            views[name][num_sampled:num_logits] = value
     return num_logits
 
 
 def _fill_rules(views: dict[str, np.ndarray], step: StepInput, rows: RowTable) -> tuple[int, int]:
     """Penalties, biases and allowed ids of the sampled rows; how many biases and masks there are."""
-    owners, num_logits = step.sample_rows, len(step.sample_rows)
-    for name in PENALTY_FIELDS:
-        np.take(getattr(rows, name), owners, out=views[name][:num_logits], mode="clip")
+    owners, num_sampled, num_logits = step.sample_rows, len(step.sample_rows), len(step.logit_tokens)
+    for name, neutral in zip(PENALTY_FIELDS, (1.0, 0.0, 0.0), strict=True):
+        np.take(getattr(rows, name), owners, out=views[name][:num_sampled], mode="clip")
+        views[name][num_sampled:num_logits] = neutral
     views["mask_rows"][:num_logits] = -1
     allowed_rows = views["allowed_rows"]
     allowed_rows[:num_logits] = -1
@@ -133,5 +136,5 @@ def _fill_rules(views: dict[str, np.ndarray], step: StepInput, rows: RowTable) -
         token_ids[num_biases:end] = list(biases)
         values[num_biases:end] = list(biases.values())
         num_biases = end
-    starts[num_logits] = num_biases
+    starts[num_sampled : num_logits + 1] = num_biases
     return num_biases, num_masks

@@ -17,7 +17,7 @@ from castiron.server.json_types import Json, JsonObject
 from castiron.server.logprob_entries import chat_entries
 from castiron.server.openai_schema import UNSUPPORTED_CHAT, ChatCompletionRequest, check_messages, decode_body
 from castiron.server.request_sampling import sampling_of
-from castiron.server.served_model import Choice, ServedModel, choice_deltas
+from castiron.server.served_model import Choice, ServedModel, choice_deltas, prompt_logprobs
 from castiron.server.stop_strings import checked_stop_strings
 from castiron.server.streaming import stream_chunks
 from castiron.server.usage import usage_object
@@ -54,6 +54,7 @@ async def handle_chat_completions(request: web.Request, model: ServedModel) -> w
             "message": {"role": "assistant", "content": choice.text.text, "refusal": None},
             "logprobs": _logprobs(body, choice.text, model),
             "finish_reason": choice.text.finish_reason,
+            **prompt_logprobs(body, choice, model),
         }
         for index, choice in enumerate(choices)
     ]

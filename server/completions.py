@@ -21,7 +21,7 @@ from castiron.server.openai_schema import (
     decode_body,
 )
 from castiron.server.request_sampling import sampling_of
-from castiron.server.served_model import Choice, ServedModel, choice_deltas
+from castiron.server.served_model import Choice, ServedModel, choice_deltas, prompt_logprobs
 from castiron.server.stop_strings import checked_stop_strings
 from castiron.server.streaming import stream_chunks
 from castiron.server.tokenizer import Tokenizer
@@ -52,6 +52,7 @@ async def handle_completions(request: web.Request, model: ServedModel) -> web.St
             "text": choice.text.text,
             "logprobs": _logprobs(body, gained[index], model.front.tokenizer),
             "finish_reason": choice.text.finish_reason,
+            **prompt_logprobs(body, choice, model),
         }
         for index, choice in enumerate(choices)
     ]

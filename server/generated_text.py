@@ -38,12 +38,14 @@ class GeneratedText:
         self.logprobs: list[TokenLogprobs] = []
         self.finish_reason: str | None = None
         self.num_cached_tokens = 0
+        self.prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
     def add(self, output: RequestOutput) -> TextDelta:
         """The next output as text. The token that ended the request is counted but not shown."""
         assert self.finish_reason is None, "output after the end of a request"
         finish_reason = output.finish_reason
         self.num_cached_tokens = max(self.num_cached_tokens, output.num_cached_tokens)
+        self.prompt_logprobs = output.prompt_logprobs or self.prompt_logprobs
         shown = output.new_token_ids
         if output.stop_token_id is not None and shown:
             shown = shown[:-1]

@@ -36,6 +36,9 @@ class Completion:
     prompt_token_ids: tuple[int, ...]
     finish_reason: str  # "stop" or "length"
     logprobs: tuple[TokenLogprobs, ...] = field(default=(), repr=False)  # one per token, if asked for
+    prompt_logprobs: tuple[TokenLogprobs, ...] = field(
+        default=(), repr=False
+    )  # of prompt_token_ids[1:], if asked for
     num_cached_tokens: int = field(default=0, compare=False)  # of the prompt, found in the prefix cache
 
 
@@ -185,6 +188,7 @@ class LLM:
                 prompt_token_ids=request.prompt_token_ids,
                 finish_reason=str(generated.finish_reason),
                 logprobs=tuple(generated.logprobs),
+                prompt_logprobs=generated.prompt_logprobs,
                 num_cached_tokens=generated.num_cached_tokens,
             )
             for request, generated in asked

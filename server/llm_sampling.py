@@ -20,7 +20,7 @@ class SamplingParams:
     Besides `stop` (a string, or several, that end an answer and aren't part of it) and `bad_words` (that it must not
     contain) it takes the fields of the engine's record in runtime/sampling_params.py: temperature, top_k, top_p, min_p,
     repetition_penalty, presence_penalty, frequency_penalty, logit_bias, allowed_token_ids, bad_words_token_ids, seed,
-    max_tokens, min_tokens, ignore_eos, stop_token_ids, logprobs.
+    max_tokens, min_tokens, ignore_eos, stop_token_ids, logprobs, prompt_logprobs.
     """
 
     def __init__(

@@ -37,3 +37,27 @@ def chat_entries(
         ]
         entries.append(entry)
     return entries
+
+
+def prompt_entries(
+    tokenizer: Tokenizer, prompt_token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]
+) -> list[Json]:
+    """vLLM's form: null for the first token, then an object from ids to {"logprob", "rank", "decoded_token"} each."""
+    entries: list[Json] = [None]
+    for token_id, of_token in zip(prompt_token_ids[1:], logprobs, strict=True):
+        top = zip(
+            of_token.top_token_ids,
+            of_token.top_logprobs,
+            range(1, 1 + len(of_token.top_token_ids)),
+            strict=True,
+        )
+        entry: JsonObject = {
+            str(top_id): _prompt_entry(tokenizer, top_id, value, rank) for top_id, value, rank in top
+        }
+        own = _prompt_entry(tokenizer, token_id, of_token.sampled, of_token.rank)
+        entries.append({str(token_id): own, **entry})
+    return entries
+
+
+def _prompt_entry(tokenizer: Tokenizer, token_id: int, logprob: float, rank: int) -> JsonObject:
+    return {"logprob": finite(logprob), "rank": rank, "decoded_token": tokenizer.token_text(token_id)}

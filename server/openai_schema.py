@@ -22,7 +22,7 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class SharedFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Fields that both endpoints have; None is "not given". The last ten are not OpenAI's."""
+    """Fields that both endpoints have; None is "not given". The last eleven are not OpenAI's."""
 
     model: str | None = None
     max_tokens: int | None = None
@@ -43,6 +43,7 @@ class SharedFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
     min_tokens: int | None = None
+    prompt_logprobs: int | None = None
     ignore_eos: bool | None = None
     stop_token_ids: list[int] | None = None
     cache_salt: str | None = None  # share cached prompts only with requests of the same salt
@@ -71,6 +72,10 @@ class SharedFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             raise RequestError(f"n is {self.n}, expected 1 to {MAX_CHOICES}", "n")
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options is only allowed with stream true", "stream_options")
+        if self.prompt_logprobs is not None and self.stream:
+            raise RequestError(
+                "prompt_logprobs are not streamed: leave out stream, or them", "prompt_logprobs"
+            )
 
 
 class CompletionRequest(SharedFields, kw_only=True, forbid_unknown_fields=True):

@@ -35,6 +35,7 @@ def sampling_of(
         bad_words_token_ids=bad_words_token_ids(body.bad_words, tokenizer),
         seed=body.seed_of(choice),
         logprobs=logprobs,
+        prompt_logprobs=body.prompt_logprobs,
         min_tokens=body.min_tokens or 0,
         ignore_eos=bool(body.ignore_eos),
         stop_token_ids=tuple(body.stop_token_ids or ()),

@@ -23,6 +23,7 @@ def sampling_params(
     bad_words_token_ids: Words = (),
     seed: int | None = None,
     logprobs: int | None = None,
+    prompt_logprobs: int | None = None,
     min_tokens: int = 0,
     ignore_eos: bool = False,
     stop_token_ids: tuple[int, ...] = (),
@@ -54,6 +55,7 @@ def sampling_params(
         ignore_eos=ignore_eos,
         stop_token_ids=stop_token_ids,
         logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
     )
     params.validate()
     return params

@@ -12,6 +12,9 @@ from castiron.runtime.engine_client import EngineClient
 from castiron.runtime.messages import AddRequest
 from castiron.server.error_responses import engine_failure
 from castiron.server.generated_text import GeneratedText, TextDelta
+from castiron.server.json_types import JsonObject
+from castiron.server.logprob_entries import prompt_entries
+from castiron.server.openai_schema import SharedFields
 from castiron.server.text_front import TextFront
 
 
@@ -86,3 +89,11 @@ async def _deltas(model: ServedModel, choice: Choice) -> AsyncGenerator[TextDelt
             if delta.finish_reason is not None:
                 return
     raise engine_failure(None)
+
+
+def prompt_logprobs(body: SharedFields, choice: Choice, model: ServedModel) -> JsonObject:
+    """The member of that name of a choice, if it was asked for."""
+    if body.prompt_logprobs is None:
+        return {}
+    prompt_ids = choice.request.prompt_token_ids
+    return {"prompt_logprobs": prompt_entries(model.front.tokenizer, prompt_ids, choice.text.prompt_logprobs)}

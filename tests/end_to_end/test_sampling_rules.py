@@ -105,6 +105,21 @@ def test_greedy_tokens_are_those_of_logits_adjusted_in_plain_numpy(engine: LLMEn
     assert any(output.logprobs[0].rank > 1 for output in outputs)
 
 
+def test_prompts_have_the_log_probabilities_of_their_logits(engine: LLMEngine) -> None:
+    rng = np.random.default_rng(8)
+    prompt = tuple(rng.integers(0, 250, 90).tolist())
+    for _ in range(2):
+        outputs = run(engine, ask("p", prompt, max_tokens=2, prompt_logprobs=4), ask("beside"))["p"]
+        logits = forward_logits(engine, [list(prompt)])[0][:-1].astype(np.float64)
+        logits -= logits.max(axis=1, keepdims=True)
+        logprobs = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+        assert len(outputs[0].prompt_logprobs) == len(prompt) - 1 and not outputs[1].prompt_logprobs
+        for row, token_id, found in zip(logprobs, prompt[1:], outputs[0].prompt_logprobs, strict=True):
+            assert found.sampled == pytest.approx(row[token_id], abs=1e-5)
+            assert found.rank == 1 + int((row > row[token_id]).sum())
+            assert found.top_token_ids == tuple(np.argsort(-row, kind="stable")[:4].tolist())
+
+
 def test_each_rule_has_its_effect(engine: LLMEngine) -> None:
     plain = generate(engine)
     assert generate(engine, repetition_penalty=1.0, presence_penalty=0.0, logit_bias={}) == plain

@@ -92,6 +92,7 @@ class ScriptedClient:
                     finish,
                     token_id if finish == "stop" else None,
                     self.num_cached_tokens,
+                    prompt_logprobs=self._prompt_logprobs(request) if index == 0 else (),
                 )
                 if is_finished:
                     return
@@ -106,6 +107,15 @@ class ScriptedClient:
             return ()
         top = tuple((token_id + offset) % 256 for offset in range(num))
         return (TokenLogprobs(-0.5, 1, top, tuple(-0.5 - index for index in range(num))),)
+
+    @staticmethod
+    def _prompt_logprobs(request: AddRequest) -> tuple[TokenLogprobs, ...]:
+        num = request.sampling.prompt_logprobs
+        if num is None:
+            return ()
+        top = tuple(range(65, 65 + num))
+        entry = TokenLogprobs(-0.25, 3, top, tuple(-0.1 - place for place in range(num)))
+        return (entry,) * (len(request.prompt_token_ids) - 1)
 
     async def abort(self, request_id: str) -> None:
         self.aborted.append(request_id)

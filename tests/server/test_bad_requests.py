@@ -64,6 +64,8 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str]] = [
     ({"prompt": "a", "bad_words": ["x" * 257]}, "bad_words"),
     ({"prompt": "a", "bad_words": "x"}, "bad_words"),
     ({"prompt": "a", "min_tokens": -1}, "min_tokens"),
+    ({"prompt": "a", "prompt_logprobs": 21}, "prompt_logprobs"),
+    ({"prompt": "a", "prompt_logprobs": -1}, "prompt_logprobs"),
     ({"prompt": "a", "min_tokens": 9, "max_tokens": 8}, "min_tokens"),
     ({"prompt": "a", "stop_token_ids": [1] * 129}, "stop_token_ids"),
     ({"prompt": "a", "no_such_field": 1}, "no_such_field"),

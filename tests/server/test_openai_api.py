@@ -249,6 +249,25 @@ def test_control_text_in_a_chat_is_not_markup(url: str, engine: ScriptedClient) 
     assert engine.requests[-1].prompt_token_ids.count(IM_START_ID) == 2  # the template's own
 
 
+def test_prompt_logprobs_have_vllms_form_and_are_not_streamed(url: str) -> None:
+    body = {"prompt": "xyz", "max_tokens": 2, "prompt_logprobs": 2}
+    status, answer = request(url, "POST", "/v1/completions", body)
+    first, *others = answer["choices"][0]["prompt_logprobs"]
+    assert status == 200 and first is None and len(others) == answer["usage"]["prompt_tokens"] - 1 == 2
+    assert others[0] == {
+        "88": {"logprob": -0.25, "rank": 3, "decoded_token": "y"},
+        "65": {"logprob": -0.1, "rank": 1, "decoded_token": "b"},
+        "66": {"logprob": -1.1, "rank": 2, "decoded_token": "c"},
+    }
+    status, answer = request(url, "POST", "/v1/completions", {**body, "stream": True})
+    assert status == 400 and answer["error"]["param"] == "prompt_logprobs"
+    chat = {"messages": USER, "max_tokens": 2, "prompt_logprobs": 0}
+    status, answer = request(url, "POST", "/v1/chat/completions", chat)
+    assert status == 200 and len(answer["choices"][0]["prompt_logprobs"]) == answer["usage"]["prompt_tokens"]
+    status, answer = request(url, "POST", "/v1/completions", {"prompt": "xyz"})
+    assert "prompt_logprobs" not in answer["choices"][0]
+
+
 def test_what_changes_logits_reaches_the_engine(url: str, engine: ScriptedClient) -> None:
     extra = {
         "presence_penalty": 0.5, "frequency_penalty": -1, "repetition_penalty": 1.2,
