@@ -4,13 +4,18 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from castiron.server.async_llm import AsyncLLM
     from castiron.server.llm import LLM
     from castiron.server.llm_sampling import SamplingParams
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "SamplingParams", "__version__"]
+__all__ = ["LLM", "AsyncLLM", "SamplingParams", "__version__"]
 
-_LAZY = {"LLM": "castiron.server.llm", "SamplingParams": "castiron.server.llm_sampling"}
+_LAZY = {
+    "LLM": "castiron.server.llm",
+    "AsyncLLM": "castiron.server.async_llm",
+    "SamplingParams": "castiron.server.llm_sampling",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -1,12 +1,15 @@
 """LLM, the engine as a Python object."""
 
-from collections.abc import Iterator
+import asyncio
+from collections.abc import AsyncGenerator, Iterator
 from pathlib import Path
 
 import pytest
 
 import castiron
 from castiron.runtime.errors import EngineFormatError, InputError, RequestError
+from castiron.server.async_llm import AsyncLLM
+from castiron.server.generated_text import TextDelta
 from castiron.server.llm import LLM
 from castiron.server.llm_sampling import SamplingParams
 
@@ -20,7 +23,7 @@ def llm(tiny_chat_engine: Path) -> Iterator[LLM]:
 
 
 def test_it_is_what_castiron_exports() -> None:
-    assert castiron.LLM is LLM and castiron.SamplingParams is SamplingParams
+    assert castiron.LLM is LLM and castiron.AsyncLLM is AsyncLLM and castiron.SamplingParams is SamplingParams
 
 
 def test_answers_come_in_the_order_of_the_prompts(llm: LLM) -> None:
@@ -53,6 +56,59 @@ def test_a_conversation_is_answered_through_the_template(llm: LLM) -> None:
     assert answer.prompt_token_ids.count(256) == 1
     left = llm.info.max_seq_len - len(answer.prompt_token_ids)
     assert 1 <= len(llm.chat([{"role": "user", "content": "hi"}]).token_ids) <= left + 10
+
+
+def test_several_conversations_are_answered_in_their_order(llm: LLM) -> None:
+    conversations = [[{"role": "user", "content": text}] for text in ("hi", "who are you?", "bye")]
+    together = llm.chat(conversations, GREEDY)
+    assert together == [llm.chat(conversation, GREEDY) for conversation in conversations]
+    different = llm.chat(conversations[:2], [GREEDY, SamplingParams(max_tokens=2, ignore_eos=True)])
+    assert [len(answer.token_ids) for answer in different] == [8, 2]
+    with pytest.raises(InputError, match="2 sampling_params for 3 prompts"):
+        llm.chat(conversations, [GREEDY, GREEDY])
+
+
+def test_progress_is_shown_where_it_is_asked_for(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+    llm.generate(["a", "b", "c"], GREEDY)  # no terminal
+    assert capsys.readouterr() == ("", "")
+    llm.generate(["a", "b", "c"], GREEDY, progress=True)
+    out, err = capsys.readouterr()
+    assert out == "" and "3/3" in err
+    llm.generate(["a", "b", "c"], GREEDY, progress=False)
+    assert capsys.readouterr() == ("", "")
+
+
+def test_an_engine_process_streams_to_many_tasks_what_llm_answers(llm: LLM, tiny_chat_engine: Path) -> None:
+    prompts = ["a", "bcd", "hello there"]
+    expected = llm.generate(prompts, GREEDY)
+    conversation = [{"role": "user", "content": "hi"}]
+    talk = llm.chat(conversation, GREEDY)
+
+    async def collect(stream: AsyncGenerator[TextDelta, None]) -> list[TextDelta]:
+        return [delta async for delta in stream]
+
+    async def work() -> None:
+        async with await AsyncLLM.start(tiny_chat_engine, max_seqs=4) as served:
+            streams = [served.generate(prompt, GREEDY) for prompt in prompts]
+            answers = await asyncio.gather(*map(collect, [*streams, served.chat(conversation, GREEDY)]))
+            for deltas, wanted in zip(answers, [*expected, talk], strict=True):
+                assert "".join(delta.text for delta in deltas) == wanted.text
+                assert tuple(t for delta in deltas for t in delta.token_ids) == wanted.token_ids
+                assert [delta.finish_reason for delta in deltas] == [None] * 7 + ["length"]
+            cut = await collect(served.generate("a", GREEDY, stop=expected[0].text[2:4]))
+            assert cut[-1].finish_reason == "stop"
+            early = served.generate("a", SamplingParams(max_tokens=200, ignore_eos=True))
+            await anext(early)
+            await early.aclose()
+            with pytest.raises(RequestError, match="empty"):
+                served.generate("")
+            with pytest.raises(RequestError, match="`top_p`"):
+                served.generate("a", SamplingParams(top_p=2.0))
+            assert served.info.max_seqs == 4
+        with pytest.raises(InputError, match="max_seqs"):
+            await AsyncLLM.start(tiny_chat_engine, max_seq=4)
+
+    asyncio.run(asyncio.wait_for(work(), 60))
 
 
 def test_wrong_use_is_a_named_error(llm: LLM, tiny_chat_engine: Path, tmp_path: Path) -> None:
