@@ -41,6 +41,8 @@ def validate_request(request: AddRequest, info: EngineInfo) -> None:
     ):
         if token_ids:
             _check_token_ids(token_ids, info.vocab_size, name)
+    if request.grammar is not None:
+        _check_grammar(request, info)
     if FULL not in info.sample_variants:
         for name, is_off in _off_without_full(sampling).items():
             if not is_off:
@@ -67,6 +69,22 @@ def _off_without_full(sampling: SamplingParams) -> dict[str, bool]:
         "bad_words": not sampling.bad_words_token_ids,
         "min_tokens": sampling.min_tokens == 0,
     }
+
+
+def _check_grammar(request: AddRequest, info: EngineInfo) -> None:
+    """Sizes and what can't go with it; whether it is a grammar at all is found when it is compiled."""
+    assert request.grammar is not None
+    request.grammar.validate()
+    lacks = "" if info.has_tokenizer else "tokenizer"
+    lacks = lacks if FULL in info.sample_variants else "kernels for it"
+    if lacks:
+        raise RequestError(
+            f"structured output is asked for, this engine has no {lacks}: leave it out", "structured_outputs"
+        )
+    if request.sampling.min_tokens:
+        raise RequestError(
+            "`min_tokens` can't go with structured output: its grammar says when it ends", "min_tokens"
+        )
 
 
 def _check_cache_salt(salt: str) -> None:

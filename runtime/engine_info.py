@@ -26,6 +26,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     target_level: str
     num_threads: int
     row_stable: bool
+    has_tokenizer: bool  # in the file: grammars are compiled for it
     sample_variants: tuple[str, ...]  # "greedy", "random"
     timings: dict[str, float]  # load_plan_s, device_init_s, load_weights_s, build_graphs_s
     warnings: tuple[str, ...] = ()

@@ -8,6 +8,7 @@ that turns out to have ended with step n has one more row in step n + 1, whose t
 import os
 import time
 from collections.abc import Iterable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import replace
 from types import TracebackType
 
@@ -19,9 +20,11 @@ from castiron.runtime.block_hash import Domains, engine_domains
 from castiron.runtime.block_manager import BlockManager
 from castiron.runtime.cache_groups import tokens_of_blocks
 from castiron.runtime.devices.base import Device
+from castiron.runtime.engine_file import TOKENIZER_FOLDER, EngineFile
 from castiron.runtime.engine_info import EngineInfo, EngineStats
 from castiron.runtime.engine_options import EngineOptions, ServingLimits
 from castiron.runtime.errors import RequestError
+from castiron.runtime.grammar_compiler import Grammar, GrammarCompiler
 from castiron.runtime.manifest import Manifest
 from castiron.runtime.messages import AddRequest, RequestOutput, TokenLogprobs
 from castiron.runtime.plan_table import FULL, GREEDY, RANDOM, PlanTable
@@ -41,6 +44,9 @@ from castiron.runtime.scheduler import ScheduledStep, Scheduler
 from castiron.runtime.sequence import Sequence
 from castiron.runtime.step_builder import fill_step
 
+_COMPILE_WAIT_S = 0.01  # for a grammar, where nothing else is to do
+_NOTHING_ALLOWED = "all tokens that the grammar allows are banned by other parameters: leave those out"
+
 
 class LLMEngine:
     """One engine on one device, with the requests it is serving. Not for several threads at once."""
@@ -54,6 +60,7 @@ class LLMEngine:
         num_threads: int = 1,
         load_plan_s: float = 0.0,
         prefix_cache: bool = True,
+        grammars: GrammarCompiler | None = None,
     ) -> None:
         """Serve with a loaded device; its caches may lower `limits.max_seq_len` (see EngineInfo.warnings)."""
         groups = device.header.cache_groups
@@ -102,11 +109,16 @@ class LLMEngine:
             target_level=manifest.target.level,
             num_threads=num_threads,
             row_stable=manifest.row_stable,
+            has_tokenizer=grammars is not None,
             sample_variants=self.plans.variants,
             timings=self.timings,
             warnings=warnings,
         )
         self._prefix_cache = prefix_cache
+        self._grammars = grammars
+        self._compiling: dict[
+            str, tuple[AddRequest, Future[Grammar]]
+        ] = {}  # requests whose grammar isn't ready
         self._recorder: Recorder | None = None
         self._early_outputs: list[RequestOutput] = []  # of requests that ended between steps
         self._in_flight: ScheduledStep | None = None  # launched, not read
@@ -138,6 +150,7 @@ class LLMEngine:
             prefix_cache=loaded.prefix_cache,
             num_threads=loaded.num_threads,
             load_plan_s=loaded.load_plan_s,
+            grammars=_grammar_compiler(path, loaded.manifest),
         )
         if options.record is not None:
             try:
@@ -170,6 +183,8 @@ class LLMEngine:
         """Free the device; the engine can't be used afterwards."""
         if self._recorder is not None:
             self._recorder.close()
+        if self._grammars is not None:
+            self._grammars.close()
         self.device.close()
 
     def validate(self, request: AddRequest) -> None:
@@ -179,12 +194,19 @@ class LLMEngine:
     def add_request(self, request: AddRequest) -> None:
         """Queue a request. Raises RequestError if it can't be served or its id is in use."""
         self.validate(request)
-        if request.request_id in self.scheduler:
+        if request.request_id in self.scheduler or request.request_id in self._compiling:
             raise RequestError(
                 f"request_id {request.request_id!r} is in use, expected a new one", "request_id"
             )
+        if request.grammar is None:
+            self._queue(request)
+        else:
+            assert self._grammars is not None, "validated"
+            self._compiling[request.request_id] = request, self._grammars.submit(request.grammar)
+
+    def _queue(self, request: AddRequest, grammar: Grammar | None = None) -> None:
         keys = self.blocks.new_keys(_domains(request))
-        sequence = Sequence.from_request(request, self._num_arrivals, self.info.eos_token_ids, keys)
+        sequence = Sequence.from_request(request, self._num_arrivals, self.info.eos_token_ids, keys, grammar)
         self._num_arrivals += 1
         if self._recorder is not None:
             sampling = msgspec.structs.replace(request.sampling, seed=sequence.seed)
@@ -193,9 +215,12 @@ class LLMEngine:
 
     def abort(self, request_id: str) -> bool:
         """End a request; its last output comes from the next step. False if no such request is unfinished."""
-        if self.scheduler.remove(request_id) is None:
+        compiling = self._compiling.pop(request_id, None)
+        if compiling is not None:
+            compiling[1].cancel()
+        elif self.scheduler.remove(request_id) is None:
             return False
-        if self._recorder is not None:
+        elif self._recorder is not None:
             self._recorder.record(Aborted(request_id))
         self._num_aborted += 1
         self._early_outputs.append(RequestOutput(request_id, (), finish_reason="abort"))
@@ -203,13 +228,15 @@ class LLMEngine:
 
     def has_unfinished(self) -> bool:
         """Whether `step` has something to do or to report."""
-        return bool(self._early_outputs) or self.scheduler.has_unfinished()
+        return bool(self._early_outputs or self._compiling) or self.scheduler.has_unfinished()
 
     def step(self) -> list[RequestOutput]:
         """Launch one step and read one; what it produced, an output for each request that got a token or ended.
 
         Raises WorkFailedError if the device failed: the engine is lost then.
         """
+        if self._compiling:
+            self._queue_compiled()
         outputs, self._early_outputs = self._early_outputs, []
         step = launched = self.scheduler.schedule()
         if step is not None:
@@ -223,6 +250,22 @@ class LLMEngine:
         if self._recorder is not None:
             self._recorder.record(stepped(launched, outputs))
         return outputs
+
+    def _queue_compiled(self) -> None:
+        """Let requests whose grammar is ready wait for their turn, and end those it is none of."""
+        if not self.scheduler.has_unfinished():
+            wait([future for _, future in self._compiling.values()], _COMPILE_WAIT_S, FIRST_COMPLETED)
+        for request_id, (request, future) in tuple(self._compiling.items()):
+            if not future.done():
+                continue
+            del self._compiling[request_id]
+            try:
+                self._queue(request, future.result())
+            except RequestError as error:
+                self._num_finished += 1
+                self._early_outputs.append(
+                    RequestOutput(request_id, (), finish_reason="error", error=str(error))
+                )
 
     def _may_run_ahead(self, step: ScheduledStep) -> bool:
         """Whether the next step may be launched before this one is read: not if its logits are read, too."""
@@ -253,7 +296,7 @@ class LLMEngine:
         """Counts as of now."""
         return EngineStats(
             num_running=self.scheduler.num_running,
-            num_waiting=self.scheduler.num_waiting,
+            num_waiting=self.scheduler.num_waiting + len(self._compiling),
             num_blocks=self.blocks.num_blocks,
             num_free_blocks=self.blocks.num_free_blocks,
             num_cached_blocks=self.blocks.num_cached_blocks,
@@ -350,8 +393,9 @@ class LLMEngine:
                     (token_id,),
                     logprobs,
                     finish_reason,
-                    token_id if finish_reason == "stop" else None,
+                    token_id if finish_reason == "stop" and token_id in sequence.stop_token_ids else None,
                     sequence.num_cached_tokens,
+                    error=_NOTHING_ALLOWED if finish_reason == "error" else None,
                     prompt_logprobs=_prompt_logprobs(sequence),
                 )
             )
@@ -360,6 +404,19 @@ class LLMEngine:
                 self._num_finished += 1
         self._num_generated_tokens += len(outputs)
         return outputs
+
+
+def _grammar_compiler(path: str | os.PathLike[str], manifest: Manifest) -> GrammarCompiler | None:
+    """For the engine file's tokenizer; None if it has none."""
+    name = f"{TOKENIZER_FOLDER}tokenizer.json"
+    if all(member.name != name for member in manifest.members):
+        return None
+
+    def read_tokenizer() -> bytes:
+        with EngineFile.open(path) as engine_file:
+            return engine_file.member(name)
+
+    return GrammarCompiler(read_tokenizer, manifest.model.vocab_size, manifest.model.eos_token_ids)
 
 
 def _domains(request: AddRequest) -> Domains:

@@ -2,6 +2,7 @@
 
 import msgspec
 
+from castiron.runtime.grammar_spec import GrammarSpec
 from castiron.runtime.sampling_params import SamplingParams
 
 
@@ -13,6 +14,7 @@ class AddRequest(msgspec.Struct, frozen=True, tag="add"):
     sampling: SamplingParams
     priority: int = 0  # lower runs first
     cache_salt: str | None = None  # the prefix cache is shared only with requests of the same salt
+    grammar: GrammarSpec | None = None  # what the answer must look like
 
 
 class AbortRequest(msgspec.Struct, frozen=True, tag="abort"):

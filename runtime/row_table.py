@@ -4,6 +4,7 @@ from collections import deque
 
 import numpy as np
 
+from castiron.runtime.grammar_compiler import Grammar
 from castiron.runtime.logit_rules import LogitRules
 from castiron.runtime.sampling_params import SamplingParams
 from castiron.runtime.sequence import Sequence
@@ -37,6 +38,7 @@ class RowTable:
         self.presence_penalty = np.zeros(max_rows, np.float32)
         self.frequency_penalty = np.zeros(max_rows, np.float32)
         self.rules: list[LogitRules | None] = [None] * max_rows
+        self.grammars: list[Grammar | None] = [None] * max_rows
         self.needs_full = np.zeros(max_rows, np.bool_)  # penalties or rules
         self._new_counts: list[tuple[int, np.ndarray]] = []
         self._free = deque(range(max_rows))
@@ -63,7 +65,8 @@ class RowTable:
             self.rules[row] = LogitRules(sampling, sequence.stop_token_ids, self.vocab_size)
         if sampling.has_penalty:
             self._new_counts.append((row, self._count(sequence)))
-        self.needs_full[row] = sampling.has_penalty or sampling.has_rules
+        self.grammars[row] = sequence.grammar
+        self.needs_full[row] = sampling.has_penalty or sampling.has_rules or sequence.grammar is not None
         return row
 
     def take_new_counts(self) -> list[tuple[int, np.ndarray]]:

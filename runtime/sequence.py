@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from castiron.runtime.block_manager import PrefixKeys
+from castiron.runtime.grammar_compiler import Grammar
 from castiron.runtime.messages import AddRequest, TokenLogprobs
 from castiron.runtime.sampling_params import SamplingParams
 
@@ -34,6 +35,7 @@ class Sequence:
     num_pending_tokens: int = 0  # sampled by steps that the host hasn't read yet: 0 or 1
     # by position, of the prompt's tokens but the first, as they are read; [] unless they are asked for
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+    grammar: Grammar | None = None
     needs_output: bool = False  # its next token depends on the last one in ways only the host knows
     is_finished: bool = False  # ended or aborted: tokens still to come are dropped
     num_scheduled_tokens: int = 0  # in the step being put together
@@ -50,6 +52,7 @@ class Sequence:
         arrival: int,
         eos_token_ids: tuple[int, ...],
         prefix_keys: PrefixKeys | None = None,
+        grammar: Grammar | None = None,
     ) -> "Sequence":
         """Admit a validated request; without a seed one is drawn."""
         sampling = request.sampling
@@ -63,7 +66,8 @@ class Sequence:
             seed=seed & 0xFFFF_FFFF_FFFF_FFFF,
             stop_token_ids=frozenset(eos) | frozenset(sampling.stop_token_ids),
             num_tokens=len(request.prompt_token_ids),
-            needs_output=sampling.needs_output,
+            grammar=grammar,
+            needs_output=sampling.needs_output or grammar is not None,
             prompt_logprobs=_empty_prompt_logprobs(request),
             skip_cache_read=sampling.prompt_logprobs is not None,
             prompt_array=np.array(request.prompt_token_ids, np.int32),
@@ -102,7 +106,11 @@ class Sequence:
         output_token_ids, sampling = self.output_token_ids, self.sampling
         output_token_ids.append(token_id)
         self.num_tokens += 1
+        if self.grammar is not None and not self.grammar.accept(token_id):
+            return "error"  # all that the grammar allows is banned
         if token_id in self.stop_token_ids and len(output_token_ids) >= sampling.min_tokens:
+            return "stop"
+        if self.grammar is not None and self.grammar.has_ended:
             return "stop"
         if len(output_token_ids) >= sampling.max_tokens:
             return "length"  # never past max_seq_len: prompt + max_tokens was checked at admission

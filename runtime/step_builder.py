@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from castiron.runtime.block_manager import BlockManager
+from castiron.runtime.grammar_compiler import Grammar
 from castiron.runtime.row_table import PENALTY_FIELDS, SAMPLING_FIELDS, RowTable
 from castiron.runtime.step_abi import HEADER_FIELDS, HEADER_WORDS
 
@@ -76,11 +77,18 @@ def fill_step(
         )
 
     num_logits = _fill_sampling(views, step, rows, positions, num_tokens)
-    num_biases, num_masks = _fill_rules(views, step, rows) if step.is_full else (0, 0)
+    num_biases, num_allowed = _fill_rules(views, step, rows) if step.is_full else (0, 0)
+    num_grammars = _fill_grammars(views, step, rows) if step.is_full else 0
     header = views["header"]
     header[:HEADER_WORDS] = 0
     live = (num_tokens, num_seqs, num_logits, max_query_len, 0, num_biases)
-    header[: len(HEADER_FIELDS)] = (*live, step_index & 0x7FFFFFFF, step_index >> 31, 0, num_masks)
+    header[: len(HEADER_FIELDS)] = (
+        *live,
+        step_index & 0x7FFFFFFF,
+        step_index >> 31,
+        num_grammars,
+        num_allowed,
+    )
     return num_logits
 
 
@@ -114,7 +122,6 @@ def _fill_rules(views: dict[str, np.ndarray], step: StepInput, rows: RowTable) -
     for name, neutral in zip(PENALTY_FIELDS, (1.0, 0.0, 0.0), strict=True):
         np.take(getattr(rows, name), owners, out=views[name][:num_sampled], mode="clip")
         views[name][num_sampled:num_logits] = neutral
-    views["mask_rows"][:num_logits] = -1
     allowed_rows = views["allowed_rows"]
     allowed_rows[:num_logits] = -1
     starts = views["bias_starts"]
@@ -138,3 +145,18 @@ def _fill_rules(views: dict[str, np.ndarray], step: StepInput, rows: RowTable) -
         num_biases = end
     starts[num_sampled : num_logits + 1] = num_biases
     return num_biases, num_masks
+
+
+def _fill_grammars(views: dict[str, np.ndarray], step: StepInput, rows: RowTable) -> int:
+    """Masks of the sampled rows that have a grammar; how many there are."""
+    mask_rows = views["mask_rows"]
+    mask_rows[: len(step.logit_tokens)] = -1
+    grammars: list[Grammar] = []
+    for place, row in enumerate(step.sample_rows.tolist()):
+        grammar = rows.grammars[row]
+        if grammar is not None:
+            mask_rows[place] = len(grammars)
+            grammars.append(grammar)
+    if grammars:
+        Grammar.fill_masks(grammars, views["grammar_masks"][: len(grammars)])
+    return len(grammars)

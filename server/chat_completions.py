@@ -9,6 +9,7 @@ from aiohttp import web
 
 from castiron.runtime.admission import tokens_left
 from castiron.runtime.errors import RequestError
+from castiron.runtime.grammar_spec import GrammarSpec
 from castiron.runtime.messages import AddRequest
 from castiron.runtime.step_abi import MAX_LOGPROBS
 from castiron.server.error_responses import json_response
@@ -20,6 +21,7 @@ from castiron.server.request_sampling import sampling_of
 from castiron.server.served_model import Choice, ServedModel, choice_deltas, prompt_logprobs
 from castiron.server.stop_strings import checked_stop_strings
 from castiron.server.streaming import stream_chunks
+from castiron.server.structured_outputs import checked_grammar
 from castiron.server.usage import usage_object
 
 
@@ -29,8 +31,9 @@ async def handle_chat_completions(request: web.Request, model: ServedModel) -> w
     body.check_shared(model.name)
     messages = check_messages(body.messages)
     prompt_ids = await asyncio.to_thread(model.front.prompter.encode, messages)
+    grammar = await checked_grammar(body.response_format, body.structured_outputs)
     try:
-        choices = _choices(body, tuple(prompt_ids), model)
+        choices = _choices(body, tuple(prompt_ids), model, grammar)
     except RequestError as error:
         if error.param != "max_tokens" or body.max_completion_tokens is None:
             raise
@@ -61,7 +64,9 @@ async def handle_chat_completions(request: web.Request, model: ServedModel) -> w
     return json_response({**head, "choices": answers, "usage": usage_object(choices, body.num_choices)})
 
 
-def _choices(body: ChatCompletionRequest, prompt_ids: tuple[int, ...], model: ServedModel) -> list[Choice]:
+def _choices(
+    body: ChatCompletionRequest, prompt_ids: tuple[int, ...], model: ServedModel, grammar: GrammarSpec | None
+) -> list[Choice]:
     """The n choices, all validated. Raises RequestError."""
     info = model.client.info
     wanted = body.max_completion_tokens
@@ -84,7 +89,9 @@ def _choices(body: ChatCompletionRequest, prompt_ids: tuple[int, ...], model: Se
             max_tokens=left if wanted is None else wanted,
             logprobs=_num_logprobs(body),
         )
-        request = AddRequest(model.new_id("chatcmpl"), prompt_ids, sampling, cache_salt=body.cache_salt)
+        request = AddRequest(
+            model.new_id("chatcmpl"), prompt_ids, sampling, cache_salt=body.cache_salt, grammar=grammar
+        )
         model.client.validate(request)
         text = GeneratedText(model.front.tokenizer, stop_strings, sampling.min_tokens)
         choices.append(Choice(request, text))

@@ -9,6 +9,7 @@ from aiohttp import web
 
 from castiron.runtime.admission import tokens_left
 from castiron.runtime.errors import RequestError
+from castiron.runtime.grammar_spec import GrammarSpec
 from castiron.runtime.messages import AddRequest
 from castiron.server.error_responses import json_response
 from castiron.server.generated_text import GeneratedText, TextDelta
@@ -24,6 +25,7 @@ from castiron.server.request_sampling import sampling_of
 from castiron.server.served_model import Choice, ServedModel, choice_deltas, prompt_logprobs
 from castiron.server.stop_strings import checked_stop_strings
 from castiron.server.streaming import stream_chunks
+from castiron.server.structured_outputs import checked_grammar
 from castiron.server.tokenizer import Tokenizer
 from castiron.server.usage import usage_object
 
@@ -37,7 +39,8 @@ async def handle_completions(request: web.Request, model: ServedModel) -> web.St
     prompts = await asyncio.to_thread(
         encode_prompts, body.prompt, model.front.tokenizer, model.client.info.max_seq_len
     )
-    choices = _choices(body, prompts, model)
+    grammar = await checked_grammar(body.response_format, body.structured_outputs)
+    choices = _choices(body, prompts, model, grammar)
     head = _head(body, model)
     if body.stream:
         async with aclosing(_chunks(head, body, choices, model)) as chunks:
@@ -97,7 +100,9 @@ def _is_int(value: Json) -> bool:
     return type(value) is int
 
 
-def _choices(body: CompletionRequest, prompts: list[tuple[int, ...]], model: ServedModel) -> list[Choice]:
+def _choices(
+    body: CompletionRequest, prompts: list[tuple[int, ...]], model: ServedModel, grammar: GrammarSpec | None
+) -> list[Choice]:
     """n choices for each prompt, all validated. Raises RequestError."""
     if len(prompts) * body.num_choices > MAX_CHOICES:
         raise RequestError(f"{len(prompts)} prompts times n {body.num_choices} is above {MAX_CHOICES}", "n")
@@ -114,7 +119,9 @@ def _choices(body: CompletionRequest, prompts: list[tuple[int, ...]], model: Ser
                 max_tokens=min(DEFAULT_MAX_TOKENS, left) if body.max_tokens is None else body.max_tokens,
                 logprobs=body.logprobs,
             )
-            request = AddRequest(model.new_id("cmpl"), prompt_ids, sampling, cache_salt=body.cache_salt)
+            request = AddRequest(
+                model.new_id("cmpl"), prompt_ids, sampling, cache_salt=body.cache_salt, grammar=grammar
+            )
             model.client.validate(request)
             text = GeneratedText(model.front.tokenizer, stop_strings, sampling.min_tokens)
             choices.append(Choice(request, text))

@@ -75,7 +75,8 @@ def make_request(
         raise InputError(f"sampling_params is a {type(params).__name__}, expected castiron.SamplingParams")
     stop_strings = (*checked_stop_strings(stop), *(params.stop if params is not None else ()))
     text = GeneratedText(front.tokenizer, stop_strings, sampling.min_tokens)
-    return AddRequest(request_id, prompt_ids, sampling), text
+    grammar = None if params is None else params.grammar
+    return AddRequest(request_id, prompt_ids, sampling, grammar=grammar), text
 
 
 def is_list(value: object) -> bool:

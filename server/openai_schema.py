@@ -22,7 +22,7 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class SharedFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Fields that both endpoints have; None is "not given". The last eleven are not OpenAI's."""
+    """Fields that both endpoints have; None is "not given". The last twelve are not OpenAI's."""
 
     model: str | None = None
     max_tokens: int | None = None
@@ -36,6 +36,7 @@ class SharedFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = None  # token id in digits -> bias
+    response_format: Any = None  # what the answer must look like: see structured_outputs.py
     user: str | None = None  # who asks, for abuse reports: no effect on the answer
     top_k: int | None = None  # 0 or -1 = off
     min_p: float | None = None
@@ -44,6 +45,7 @@ class SharedFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     bad_words: list[str] | None = None
     min_tokens: int | None = None
     prompt_logprobs: int | None = None
+    structured_outputs: Any = None
     ignore_eos: bool | None = None
     stop_token_ids: list[int] | None = None
     cache_salt: str | None = None  # share cached prompts only with requests of the same salt
@@ -137,7 +139,6 @@ UNSUPPORTED_CHAT: dict[str, tuple[Json, ...]] = {
     "prompt_cache_options": (),
     "prompt_cache_retention": (),
     "reasoning_effort": ("none",),
-    "response_format": ({"type": "text"},),
     "safety_identifier": (),
     "service_tier": ("auto", "default"),
     "store": (False,),

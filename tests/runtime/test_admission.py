@@ -28,6 +28,7 @@ def info(served: int, asked: int, built: int, context: int) -> EngineInfo:
         target_level="generic",
         num_threads=1,
         row_stable=True,
+        has_tokenizer=True,
         sample_variants=("greedy",),
         timings={},
     )

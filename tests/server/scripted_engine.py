@@ -35,6 +35,7 @@ INFO = EngineInfo(
     target_level="generic",
     num_threads=1,
     row_stable=True,
+    has_tokenizer=True,
     sample_variants=("greedy", "random", "full"),
     timings={},
 )
