@@ -1,6 +1,11 @@
 """What a loaded engine tells its front: fixed facts and running counts."""
 
+from typing import Any
+
 import msgspec
+
+from castiron.runtime.engine_options import ServingLimits
+from castiron.runtime.manifest import Manifest
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -27,7 +32,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     num_threads: int
     row_stable: bool
     has_tokenizer: bool  # in the file: grammars are compiled for it
-    sample_variants: tuple[str, ...]  # "greedy", "random"
+    sample_variants: tuple[str, ...]  # "greedy", "random", "full"
     timings: dict[str, float]  # load_plan_s, device_init_s, load_weights_s, build_graphs_s
     warnings: tuple[str, ...] = ()
 
@@ -50,3 +55,26 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     num_cache_query_tokens: int = 0  # looked up in the prefix cache, once for each time a request starts
     num_cache_hit_tokens: int = 0  # of these, found
     busy_s: float = 0.0  # seconds inside steps
+
+
+def describe_engine(manifest: Manifest, limits: ServingLimits, **serving: Any) -> EngineInfo:
+    """The facts of an engine file that serves with these limits; `serving`: the fields they don't tell."""
+    context = manifest.model.config.get("max_position_embeddings")
+    return EngineInfo(
+        model_name=manifest.model.name,
+        family=manifest.model.family,
+        vocab_size=manifest.model.vocab_size,
+        built_seq_len=manifest.profile.max_seq_len,
+        context_len=context if isinstance(context, int) else 0,
+        asked_seq_len=limits.max_seq_len,
+        max_seqs=limits.max_seqs,
+        max_batched_tokens=limits.max_batched_tokens,
+        bos_token_id=manifest.model.bos_token_id,
+        eos_token_ids=manifest.model.eos_token_ids,
+        generation_defaults=manifest.model.generation_defaults,
+        compute=manifest.quantization.compute,
+        cache_dtype=manifest.quantization.cache_dtype,
+        target_level=manifest.target.level,
+        row_stable=manifest.row_stable,
+        **serving,
+    )

@@ -20,15 +20,14 @@ from castiron.runtime.block_hash import Domains, engine_domains
 from castiron.runtime.block_manager import BlockManager
 from castiron.runtime.cache_groups import tokens_of_blocks
 from castiron.runtime.devices.base import Device
-from castiron.runtime.engine_file import TOKENIZER_FOLDER, EngineFile
-from castiron.runtime.engine_info import EngineInfo, EngineStats
+from castiron.runtime.engine_info import EngineStats, describe_engine
 from castiron.runtime.engine_options import EngineOptions, ServingLimits
 from castiron.runtime.errors import RequestError
 from castiron.runtime.grammar_compiler import Grammar, GrammarCompiler
+from castiron.runtime.logprobs import prompt_logprobs, sampled_logprobs, token_logprobs
 from castiron.runtime.manifest import Manifest
 from castiron.runtime.messages import AddRequest, RequestOutput, TokenLogprobs
 from castiron.runtime.plan_table import FULL, GREEDY, RANDOM, PlanTable
-from castiron.runtime.prompt_logprobs import token_logprobs
 from castiron.runtime.request_trace import (
     Aborted,
     Arrived,
@@ -39,7 +38,6 @@ from castiron.runtime.request_trace import (
     stepped,
 )
 from castiron.runtime.row_table import RowTable
-from castiron.runtime.sampling_params import SamplingParams
 from castiron.runtime.scheduler import ScheduledStep, Scheduler
 from castiron.runtime.sequence import Sequence
 from castiron.runtime.step_builder import fill_step
@@ -87,38 +85,22 @@ class LLMEngine:
         self.plans = PlanTable(device.header, limits)
         self.scheduler = Scheduler(self.rows, self.blocks, limits.max_batched_tokens, self.plans.max_logits)
         self.timings = {"load_plan_s": load_plan_s, **device.timings}
-        context = manifest.model.config.get("max_position_embeddings")
-        self.info = EngineInfo(
-            model_name=manifest.model.name,
-            family=manifest.model.family,
-            vocab_size=manifest.model.vocab_size,
+        self.info = describe_engine(
+            manifest,
+            limits,
             max_seq_len=max_seq_len,
-            built_seq_len=manifest.profile.max_seq_len,
-            context_len=context if isinstance(context, int) else 0,
-            asked_seq_len=limits.max_seq_len,
-            max_seqs=limits.max_seqs,
-            max_batched_tokens=limits.max_batched_tokens,
             block_size=groups[0].block_size,
             num_blocks=self.blocks.num_blocks,
             prefix_cache=prefix_cache,
-            bos_token_id=manifest.model.bos_token_id,
-            eos_token_ids=manifest.model.eos_token_ids,
-            generation_defaults=manifest.model.generation_defaults,
-            compute=manifest.quantization.compute,
-            cache_dtype=manifest.quantization.cache_dtype,
-            target_level=manifest.target.level,
             num_threads=num_threads,
-            row_stable=manifest.row_stable,
             has_tokenizer=grammars is not None,
             sample_variants=self.plans.variants,
             timings=self.timings,
             warnings=warnings,
         )
-        self._prefix_cache = prefix_cache
         self._grammars = grammars
-        self._compiling: dict[
-            str, tuple[AddRequest, Future[Grammar]]
-        ] = {}  # requests whose grammar isn't ready
+        # requests whose grammar isn't ready
+        self._compiling: dict[str, tuple[AddRequest, Future[Grammar]]] = {}
         self._recorder: Recorder | None = None
         self._early_outputs: list[RequestOutput] = []  # of requests that ended between steps
         self._in_flight: ScheduledStep | None = None  # launched, not read
@@ -150,7 +132,7 @@ class LLMEngine:
             prefix_cache=loaded.prefix_cache,
             num_threads=loaded.num_threads,
             load_plan_s=loaded.load_plan_s,
-            grammars=_grammar_compiler(path, loaded.manifest),
+            grammars=loaded.grammars,
         )
         if options.record is not None:
             try:
@@ -163,7 +145,7 @@ class LLMEngine:
     def start_recording(self, recorder: Recorder) -> TraceHeader:
         """From now on give everything that decides a schedule to the recorder; its header. The engine must be idle."""
         assert not self.has_unfinished() and self._num_steps == 0, "a record starts with the engine"
-        header = header_of(self.info, self._prefix_cache)
+        header = header_of(self.info)
         recorder.record(header)
         self._recorder = recorder
         return header
@@ -386,7 +368,7 @@ class LLMEngine:
             finish_reason = sequence.append(token_id)
             logprobs: tuple[TokenLogprobs, ...] = ()
             if sequence.sampling.logprobs is not None:
-                logprobs = (_token_logprobs(sampled, index, sequence.sampling),)
+                logprobs = (sampled_logprobs(sampled, index, sequence.sampling),)
             outputs.append(
                 RequestOutput(
                     sequence.request_id,
@@ -396,7 +378,7 @@ class LLMEngine:
                     token_id if finish_reason == "stop" and token_id in sequence.stop_token_ids else None,
                     sequence.num_cached_tokens,
                     error=_NOTHING_ALLOWED if finish_reason == "error" else None,
-                    prompt_logprobs=_prompt_logprobs(sequence),
+                    prompt_logprobs=prompt_logprobs(sequence),
                 )
             )
             if finish_reason is not None:
@@ -406,39 +388,6 @@ class LLMEngine:
         return outputs
 
 
-def _grammar_compiler(path: str | os.PathLike[str], manifest: Manifest) -> GrammarCompiler | None:
-    """For the engine file's tokenizer; None if it has none."""
-    name = f"{TOKENIZER_FOLDER}tokenizer.json"
-    if all(member.name != name for member in manifest.members):
-        return None
-
-    def read_tokenizer() -> bytes:
-        with EngineFile.open(path) as engine_file:
-            return engine_file.member(name)
-
-    return GrammarCompiler(read_tokenizer, manifest.model.vocab_size, manifest.model.eos_token_ids)
-
-
 def _domains(request: AddRequest) -> Domains:
     """What a request's cached blocks must have in common with another's, beside their tokens."""
     return () if request.cache_salt is None else (("cache_salt", request.cache_salt.encode()),)
-
-
-def _prompt_logprobs(sequence: Sequence) -> tuple[TokenLogprobs, ...]:
-    """Given out once, with the first token."""
-    if not sequence.prompt_logprobs or len(sequence.output_token_ids) > 1:
-        return ()
-    found = tuple(entry for entry in sequence.prompt_logprobs if entry is not None)
-    assert len(found) == len(sequence.prompt_token_ids) - 1, "a prompt token without log probabilities"
-    return found
-
-
-def _token_logprobs(sampled: dict[str, np.ndarray], index: int, sampling: SamplingParams) -> TokenLogprobs:
-    num_logprobs = sampling.logprobs or 0
-    is_likeliest = sampling.temperature == 0 and not sampling.has_penalty and not sampling.has_rules
-    return TokenLogprobs(
-        sampled=float(sampled["sampled_logprobs"][index]),
-        rank=1 if is_likeliest else int(sampled["sampled_ranks"][index]),
-        top_token_ids=tuple(sampled["top_token_ids"][index, :num_logprobs].tolist()),
-        top_logprobs=tuple(sampled["top_logprobs"][index, :num_logprobs].tolist()),
-    )

@@ -5,10 +5,11 @@ import time
 from dataclasses import dataclass
 
 from castiron.runtime.devices.base import Device
-from castiron.runtime.engine_file import EngineFile
+from castiron.runtime.engine_file import TOKENIZER_FOLDER, EngineFile
 from castiron.runtime.engine_options import EngineOptions, ServingLimits, resolve_limits
 from castiron.runtime.engine_purpose import check_serves
 from castiron.runtime.errors import InputError
+from castiron.runtime.grammar_compiler import GrammarCompiler
 from castiron.runtime.kv_memory import GPU_FREE_MEMORY_SHARE, choose_num_blocks
 from castiron.runtime.manifest import Manifest
 from castiron.runtime.memory import available_memory, memory_needed
@@ -25,6 +26,7 @@ class LoadedEngine:
     num_threads: int
     load_plan_s: float
     prefix_cache: bool
+    grammars: GrammarCompiler | None  # for the file's tokenizer, if it has one
 
 
 def load_engine(path: str | os.PathLike[str], options: EngineOptions) -> LoadedEngine:
@@ -38,7 +40,22 @@ def load_engine(path: str | os.PathLike[str], options: EngineOptions) -> LoadedE
         load_plan_s = time.perf_counter() - start_s
         load = _load_on_gpu if manifest.target.kind == "cuda" else _load_on_cpu
         device = load(engine_file, header, limits, options)
-    return LoadedEngine(manifest, device, limits, device.num_threads, load_plan_s, options.prefix_cache)
+    grammars = _grammar_compiler(path, manifest)
+    return LoadedEngine(
+        manifest, device, limits, device.num_threads, load_plan_s, options.prefix_cache, grammars
+    )
+
+
+def _grammar_compiler(path: str | os.PathLike[str], manifest: Manifest) -> GrammarCompiler | None:
+    name = f"{TOKENIZER_FOLDER}tokenizer.json"
+    if all(member.name != name for member in manifest.members):
+        return None
+
+    def read_tokenizer() -> bytes:
+        with EngineFile.open(path) as engine_file:
+            return engine_file.member(name)
+
+    return GrammarCompiler(read_tokenizer, manifest.model.vocab_size, manifest.model.eos_token_ids)
 
 
 def open_device(

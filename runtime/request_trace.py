@@ -93,7 +93,7 @@ class TraceWriter:
         self._file.close()
 
 
-def header_of(info: EngineInfo, prefix_cache: bool) -> TraceHeader:
+def header_of(info: EngineInfo) -> TraceHeader:
     return TraceHeader(
         FORMAT,
         info.model_name,
@@ -103,7 +103,7 @@ def header_of(info: EngineInfo, prefix_cache: bool) -> TraceHeader:
         info.max_batched_tokens,
         info.block_size,
         info.num_blocks,
-        prefix_cache,
+        info.prefix_cache,
     )
 
 

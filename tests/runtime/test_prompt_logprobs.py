@@ -14,8 +14,8 @@ from simulated_device import (
 )
 
 from castiron.runtime.llm_engine import LLMEngine
+from castiron.runtime.logprobs import token_logprobs
 from castiron.runtime.messages import RequestOutput, TokenLogprobs
-from castiron.runtime.prompt_logprobs import token_logprobs
 
 
 def prompt(length: int, salt: int = 0) -> tuple[int, ...]:
