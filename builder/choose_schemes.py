@@ -41,6 +41,15 @@ def choose_schemes(
                     f" {_FP8_COLUMNS}: use --quantize none"
                 )
         chosen[name] = replace(parameter, scheme=scheme, layout=target.layout)
+    if quantize in _ROUNDED and not any(
+        chosen[name].scheme in _ROUNDED[quantize] and not SCHEMES[parameter.source_scheme].is_quantized
+        for name, parameter in parameters.items()
+    ):
+        stored = ", ".join(sorted({p.source_scheme for p in parameters.values() if _is_matrix(p)}))
+        raise InputError(
+            f"--quantize {quantize} rounds dense linears, this checkpoint has none that fit (its weights are "
+            f"{stored}): use keep"
+        )
     return chosen, resolved
 
 

@@ -16,11 +16,16 @@ ln -sfn "$root/castiron/__init__.py" "$root/castiron/py.typed" "$work/site/casti
 for folder in builder configs models perf plugins_cpu plugins_cuda runtime server; do
     ln -sfn "$root/$folder" "$work/site/castiron/$folder"
 done
+[ -n "$(compgen -G "$root/build/wheels/*.whl")" ] || {
+    echo "gpu.sh: no wheels in build/wheels: run make gpu-wheels where there is a package registry" >&2
+    exit 2
+}
 for wheel in "$root"/build/wheels/*.whl; do
     stamp=$work/$(basename "$wheel").done
     [ -e "$stamp" ] || { "$python" -m zipfile -e "$wheel" "$work/site" && touch "$stamp"; }
 done
 export PYTHONPATH=$work/site${PYTHONPATH:+:$PYTHONPATH}
+caller=$PWD
 export CASTIRON_CACHE_DIR=${CASTIRON_CACHE_DIR:-$work/cache}
 cd "$work/run" # not the checkout, whose folder castiron/ holds no more than __init__.py
 case ${1:-tests} in
@@ -30,7 +35,9 @@ tests)
     ;;
 bench)
     shift
+    [ $# -gt 0 ] || { echo "gpu.sh: bench wants one engine or several" >&2; exit 2; }
     for engine in "$@"; do
+        engine=$(cd "$caller" && realpath -- "$engine")
         "$python" -m castiron.perf.cli offline "$engine" --batch 1,8,32,64 --prompt-len 128 --output-len 128
     done
     ;;

@@ -121,6 +121,19 @@ def test_fp8_takes_linears_of_whole_16_byte_rows_and_leaves_embeddings_and_block
         choose_schemes(int4_matrices(), "fp8", "auto", CPU)
 
 
+@pytest.mark.parametrize("quantize", ["int4", "fp8"])
+@pytest.mark.parametrize("stored", ["q4_1", "int4_g128", "fp8"])
+def test_rounding_what_is_quantized_already_is_refused(quantize: str, stored: str) -> None:
+    kept = {"w": Parameter("w", (8, 128), stored, (Part("w", 0, 8),), stored)}
+    with pytest.raises(
+        InputError, match=f"this checkpoint has none that fit .its weights are {stored}.: use keep"
+    ):
+        choose_schemes(kept, quantize, "auto", H200)
+    dense = kept | {"d": Parameter("d", (8, 128), "bf16", (Part("d", 0, 8),), "bf16")}
+    chosen = choose_schemes(dense, quantize, "auto", H200)[0]
+    assert chosen["w"].scheme == stored and chosen["d"].scheme.startswith(quantize)
+
+
 def test_fp8_weights_whose_rows_no_kernel_reads_are_refused_early() -> None:
     odd = {"w": Parameter("w", (8, 100), "fp8", (Part("w", 0, 8),), "fp8")}
     with pytest.raises(

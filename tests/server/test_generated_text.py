@@ -70,7 +70,7 @@ def test_an_unfinished_character_is_flushed_at_the_end() -> None:
 
 
 def test_logprobs_and_offsets_go_with_their_tokens() -> None:
-    logprob = TokenLogprobs(-1.0, (), ())
+    logprob = TokenLogprobs(-1.0, 1, (), ())
     ids = tuple(TOKENIZER.encode_plain("aéb"))
     delta = GeneratedText(TOKENIZER, ("b",)).add(
         RequestOutput("r", ids, (logprob,) * 4, finish_reason="length")
